@@ -1,0 +1,46 @@
+# make demo | test | check | bench | docs — each works alone from a clean clone; .venv is made when it is missing.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: demo test check bench docs format clean
+
+demo: .venv/.core
+	$(BIN)/unsum demo
+
+test: .venv/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+
+check: .venv/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: .venv/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: .venv/.bench
+	$(BIN)/python benchmarks/capture_overhead.py
+
+docs: .venv/.dev
+	$(BIN)/mkdocs build --strict
+
+.venv/.core: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) install -q -c constraints.txt -e .
+	touch $@
+
+.venv/.dev: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) install -q -c constraints.txt -e '.[dev]'
+	touch $@ .venv/.core
+
+.venv/.bench: .venv/.core
+	-$(PIP) install -q -c constraints.txt -e '.[bench]'
+	touch $@
+
+clean:
+	rm -rf .venv site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

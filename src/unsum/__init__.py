@@ -1,0 +1,31 @@
+"""unsum: the gradient before the sum.
+
+What flows through a network, forward and backward, at places that have names; and what if it were different.
+"""
+
+from unsum import errors
+from unsum.capture import capture
+from unsum.edit import edit
+from unsum.mark import mark
+from unsum.sites import sites
+from unsum.verbs import add, clip, clip_norm, noise, remove, replace, reverse, scale, steer, zero
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "add",
+    "capture",
+    "clip",
+    "clip_norm",
+    "edit",
+    "errors",
+    "mark",
+    "noise",
+    "remove",
+    "replace",
+    "reverse",
+    "scale",
+    "sites",
+    "steer",
+    "zero",
+]

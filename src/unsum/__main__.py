@@ -1,0 +1,5 @@
+"""`python -m unsum`."""
+
+from unsum.cli import main
+
+raise SystemExit(main())

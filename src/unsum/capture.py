@@ -1,0 +1,155 @@
+"""`capture`: read what flows at sites."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from unsum.captured import Captured, Entry
+from unsum.errors import OptionError, SiteError
+from unsum.flow import Flow, Spot
+from unsum.keeping import Keep, Keeping, Reduce
+from unsum.recompute import Call
+from unsum.silence import complain
+from unsum.sites import Asked, Place, parse
+from unsum.trace import Event
+
+Missing = Literal["error", "ignore"]
+
+
+class _Stop(BaseException):
+    """Leaves the block of the capture that raised it. No Exception, so that a model's own handlers let it pass."""
+
+    def __init__(self, capture: Capture) -> None:
+        super().__init__("stop=True: every site has fired")
+        self.capture = capture
+
+
+class Capture:
+    """The block that `unsum.capture` makes."""
+
+    one = False
+    refuses = None
+
+    def __init__(
+        self, model: nn.Module | None, asked: tuple[Asked, ...], keeping: Keeping, missing: Missing, stop: bool
+    ) -> None:
+        if not asked:
+            raise SiteError("name at least one site: unsum.capture(model, 'fc1:output'); unsum.sites(model) lists them")
+        if missing not in ("error", "ignore"):
+            raise OptionError(f"missing={missing!r}: choose 'error' or 'ignore'")
+        self._model = model
+        self._asked = [parse(a) for a in asked]
+        self._keeping = keeping
+        self._missing = missing
+        self._stop = stop
+        self._flow: Flow | None = None
+
+    def __enter__(self) -> Captured:
+        if self._flow is not None and self._flow.is_open:
+            raise SiteError("this capture is open already; make another one with unsum.capture(...)")
+        self._flow = Flow(self._model, self._asked, self)
+        self._got = Captured(self._flow)
+        self._parts: dict[tuple[Place, int], Entry] = {}
+        self._fired: set[tuple[int, Place]] = set()
+        self._flow.open()
+        return self._got
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        assert self._flow is not None
+        self._flow.close()
+        self._parts.clear()
+        if error is None and self._missing == "error":
+            complain(self._flow, {number for number, _ in self._fired}, "captured")
+        return isinstance(error, _Stop) and error.capture is self
+
+    # ---- receiving ------------------------------------------------------------------------------------------------
+
+    def value(self, spot: Spot, tensor: Tensor, call: Call) -> None:
+        if call.again:
+            return
+        if self._keeping.keep == "graph" and call.regions and not torch.is_grad_enabled():
+            raise SiteError(
+                f"{spot}: inside a reentrant checkpoint there is no graph that keep='graph' could stay attached to.\n"
+                "  use checkpoint(..., use_reentrant=False)"
+            )
+        self._add(spot, self._keeping.value(tensor), tensor, None)
+
+    def gradient(self, spot: Spot, grad: Tensor, backward: int) -> None:
+        if spot.kind == "grad" and (spot.place, backward) in self._parts:
+            return self._add_part(self._parts[spot.place, backward], spot, grad)
+        entry = self._add(spot, self._keeping.gradient(grad, is_parameter=spot.kind == "grad"), grad, backward)
+        if spot.kind == "grad":
+            self._parts[spot.place, backward] = entry
+        if self._stop:
+            self._stop_if_complete()
+        return None
+
+    def called(self) -> None:
+        if self._stop:
+            self._stop_if_complete()
+
+    def _add(self, spot: Spot, kept: Any, tensor: Tensor, backward: int | None) -> Entry:
+        entry = Entry(spot, kept, backward)
+        self._got._add(entry, Event(str(spot), spot.call, backward, tuple(tensor.shape), tensor.dtype))
+        for number in spot.asked:
+            self._fired.add((number, spot.place))
+        return entry
+
+    def _add_part(self, entry: Entry, spot: Spot, grad: Tensor) -> None:
+        """A reentrant checkpoint brings a parameter's gradient in several parts, and their sum is this backward's."""
+        if self._keeping.reduce is not None:
+            raise SiteError(
+                f"{spot}: its gradient comes in several parts (a reentrant checkpoint), which cannot be reduced one by "
+                "one.\n  use checkpoint(..., use_reentrant=False)"
+            )
+        part = self._keeping.gradient(grad, is_parameter=True)
+        entry.kept = type(part)(entry.kept.read(str(spot)) + part.read(str(spot)))
+
+    def _stop_if_complete(self) -> None:
+        assert self._flow is not None
+        for number in range(len(self._asked)):
+            places = self._flow.places[number].values()
+            if not places or any((number, place) not in self._fired for place in places):
+                return
+        raise _Stop(self)
+
+
+def capture(
+    model: nn.Module | None,
+    *sites: Asked,
+    keep: Keep = "reference",
+    to: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    slice: Any = None,
+    reduce: Reduce | None = None,
+    missing: Missing = "error",
+    stop: bool = False,
+    scaler: Any = None,
+) -> Capture:
+    """Read what flows at sites of `model` while the block is open (`None`: at tensors named with `unsum.mark`).
+
+    Nothing that the model computes is changed: outputs and gradients are bit for bit those of a run without.
+
+    keep: "reference" keeps the tensor itself, detached, and refuses to show it once it was changed in place; "clone"
+        copies it; "graph" keeps it attached, so that a loss can be put on it.
+    to, dtype: where and as what to keep it. From CUDA to the CPU the copy does not wait.
+    slice: keep `tensor[slice]` only.
+    reduce: keep only what this callable makes of the tensor, or "norm", "mean" (both NaN where there is a NaN), or
+        "finite" (how many elements are NaN or infinite).
+    missing: "ignore" accepts sites that never fire; "error" says at the end which and why.
+    stop: leave the block as soon as every site has fired.
+    scaler: a GradScaler whose scale is to be taken out of the gradients.
+
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> with capture(model, "0:input", "2:grad_output") as got:
+    ...     model(torch.ones(5, 2)).sum().backward()
+    >>> got["0:input"].shape, got["2:grad_output"].shape
+    (torch.Size([5, 2]), torch.Size([5, 1]))
+    """
+    return Capture(model, sites, Keeping(keep, to, dtype, slice, reduce, scaler), missing, stop)

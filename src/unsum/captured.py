@@ -1,0 +1,165 @@
+"""What a capture holds, and how it is read."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from unsum.errors import SiteError, UnknownSite
+from unsum.flow import Flow, Spot, other_name
+from unsum.keeping import Kept
+from unsum.sites import Asked, Place, Site, parse, site_name
+from unsum.trace import Event, Trace
+from unsum.types import Path
+
+
+@dataclass(slots=True)
+class Entry:
+    """One value of one call; of a gradient, in one backward."""
+
+    spot: Spot
+    kept: Kept
+    backward: int | None
+
+
+class Captured:
+    """The values that a capture has seen so far, by site.
+
+    `got["fc1:input"]` is the value of the one call; `got.calls("fc1:input")` has one for each call; `got.items()` goes
+    over everything under concrete names; `got.trace()` tells the order in which it all came.
+    """
+
+    def __init__(self, flow: Flow) -> None:
+        self._flow = flow
+        self._entries: list[Entry] = []
+        self._events: list[Event] = []
+
+    def _add(self, entry: Entry, event: Event) -> None:
+        self._entries.append(entry)
+        self._events.append(event)
+
+    # ---- reading --------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, asked: Asked) -> Any:
+        """The value at a site that saw one call. Several calls, sites or tensors are an error that says so."""
+        site = parse(asked)
+        found = {place: self._of(place, site) for place in self._places(site)}
+        fired = {place: rows for place, rows in found.items() if any(row is not None for row in rows)}
+        if not fired:
+            raise UnknownSite(self._why_nothing(site, list(found)))
+        if len(fired) > 1:
+            names = ", ".join(repr(site_name(p.name, site.kind, site.call, site.path)) for p in list(fired)[:4])
+            raise SiteError(f"{site}: fits {len(fired)} sites ({names}, ...); use got.items(), or name one")
+        (rows,) = fired.values()
+        if len(rows) > 1:
+            what = "calls or backwards" if site.kind.startswith("grad") else "calls"
+            raise SiteError(f"{site}: there are {len(rows)} {what}; use got.calls({str(site)!r}), or name one with @")
+        assert rows[0] is not None
+        return rows[0].kept.read(str(site))
+
+    def calls(self, asked: Asked) -> list[Any]:
+        """The values at a site, one for each call; for gradients None where a call got none, and one for each backward
+        where several reached the same call."""
+        site = parse(asked)
+        rows = [row for place in self._places(site) for row in self._of(place, site)]
+        return [None if row is None else row.kept.read(str(site)) for row in rows]
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Everything there is, under concrete names."""
+        for entry in list(self._entries):
+            name = self._name(entry)
+            yield name, entry.kept.read(name)
+
+    def keys(self) -> list[str]:
+        """The concrete names of everything there is, in the order in which it came."""
+        return list(dict.fromkeys(self._name(entry) for entry in self._entries))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def __contains__(self, asked: object) -> bool:
+        try:
+            site = parse(asked)  # type: ignore[arg-type]
+            return any(row is not None for place in self._places(site) for row in self._of(place, site))
+        except SiteError:
+            return False
+
+    def trace(self) -> Trace:
+        """What fired, in order, forward and backward."""
+        return Trace(self._events)
+
+    def __repr__(self) -> str:
+        lines = [f"captured: {len(self)} sites" + (" so far" if self._flow.is_open else "")]
+        for name in self.keys():
+            shapes = [str(e.shape) for e in self._events if e.site == name.split("@")[0]]
+            lines.append(f"  {name}  {shapes[0] if shapes else ''}")
+        return "\n".join(lines)
+
+    # ---- finding --------------------------------------------------------------------------------------------------
+
+    def _name(self, entry: Entry) -> str:
+        spot = entry.spot
+        several = self._flow.calls.count(spot.place) > 1
+        return site_name(spot.place.name, spot.kind, spot.call if several else None, spot.shown)
+
+    def _places(self, site: Site) -> list[Place]:
+        """The places that a site names, among those asked for."""
+        flow = self._flow
+        known: dict[Place, None] = {}
+        for number, request in enumerate(flow.asked):
+            if request.kind == site.kind:
+                known.update(dict.fromkeys(flow.places[number].values()))
+        if flow.names is None:
+            wanted = [p for p in known if isinstance(site.where, str) and fnmatchcase(p.name, site.where)]
+        else:
+            try:
+                things = list(flow.names.find(site).values())
+            except SiteError as error:
+                raise UnknownSite(str(error)) from None
+            wanted = [p for p in known if any(p.thing is thing for thing in things)]
+        if not wanted:
+            raise UnknownSite(self._unasked(site))
+        return wanted
+
+    def _unasked(self, site: Site) -> str:
+        asked = [str(request) for request in self._flow.asked]
+        near = difflib.get_close_matches(str(site), [*asked, *self.keys()], 3, 0.4)
+        first = f"{site}: {'no tensor of this name was marked' if self._flow.names is None else 'was not asked for'}"
+        hint = f"\n  near: {', '.join(map(repr, dict.fromkeys(near)))}" if near else ""
+        return f"{first}; asked for: {', '.join(map(repr, asked))}{hint}"
+
+    def _of(self, place: Place, site: Site) -> list[Entry | None]:
+        """The entries of one place, call by call and backward by backward; None for a call without a gradient."""
+        entries = [e for e in self._entries if e.spot.place is place and e.spot.kind == site.kind]
+        if site.call is not None:
+            entries = [e for e in entries if e.spot.call == site.call]
+        exact = [e for e in entries if self._is_at(e.spot, site.path)]
+        entries = exact or [e for e in entries if e.spot.path[: len(site.path)] == site.path]
+        paths = list(dict.fromkeys(e.spot.path for e in entries))
+        if len(paths) > 1:
+            names = ", ".join(repr(site_name(place.name, site.kind, site.call, path)) for path in paths[:6])
+            raise SiteError(f"{site}: holds {len(paths)} tensors; name one of them: {names}")
+        if site.kind not in ("grad_input", "grad_output"):
+            return list(entries)
+        rows: list[Entry | None] = []
+        for call in range(self._flow.calls.count(place)) if site.call is None else [site.call]:
+            rows += [e for e in entries if e.spot.call == call] or [None]
+        return rows
+
+    def _is_at(self, spot: Spot, path: Path) -> bool:
+        if path in (spot.path, spot.shown) or any(self._flow.asked[number].path == path for number in spot.asked):
+            return True
+        return spot.kind in ("input", "grad_input") and other_name(spot.place, path) == spot.path
+
+    def _why_nothing(self, site: Site, places: list[Place]) -> str:
+        why = self._flow.why_silent(places[0], site)
+        if self._flow.is_open and self._flow.calls.count(places[0]) and why.startswith("no "):
+            why = "nothing has come yet"
+        have = ", ".join(map(repr, self.keys()[:8])) or "nothing"
+        return f"{site}: nothing was captured: {why}\n  captured so far: {have}"

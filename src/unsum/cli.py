@@ -1,0 +1,93 @@
+"""The command line: `unsum demo`, `unsum sites`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import unsum
+from unsum.errors import OptionError, UnsumError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Exit code 0: done; 1: unsum says no; 2: the command line is wrong."""
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except UnsumError as error:
+        print(f"unsum: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="unsum", description="What flows through a PyTorch network.")
+    parser.add_argument("--version", action="version", version=f"unsum {unsum.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    demo = commands.add_parser("demo", help="see what it does, in a few seconds")
+    demo.set_defaults(run=_demo)
+    sites = commands.add_parser(
+        "sites",
+        help="list the sites of a model",
+        description="List the sites of a model.",
+        epilog="example: unsum sites torchvision.models:resnet18 'layer1.*:output'",
+    )
+    sites.add_argument("target", help="module:function or file.py:function that returns a model (or a tuple with one)")
+    sites.add_argument("pattern", nargs="*", help="only the sites that these patterns choose")
+    sites.add_argument("--json", action="store_true", help="print a JSON list of names")
+    sites.set_defaults(run=_sites)
+    return parser
+
+
+def _demo(arguments: argparse.Namespace) -> None:
+    from unsum import demo
+
+    demo.main()
+
+
+def _sites(arguments: argparse.Namespace) -> None:
+    found = unsum.sites(_model(arguments.target), *arguments.pattern)
+    print(json.dumps(list(found)) if arguments.json else found)
+
+
+def _model(target: str) -> nn.Module:
+    made = _call(target)
+    for candidate in made if isinstance(made, tuple) else (made,):
+        if isinstance(candidate, nn.Module):
+            return candidate
+    raise OptionError(f"{target} returned {type(made).__name__}, not an nn.Module or a tuple with one")
+
+
+def _call(target: str) -> Any:
+    """What the function that `target` names returns."""
+    where, _, name = target.rpartition(":")
+    if not where or not name:
+        raise OptionError(f"{target!r}: write module:function or file.py:function")
+    try:
+        if where.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            sys.path.insert(0, "")
+            module = importlib.import_module(where)
+    except (ImportError, FileNotFoundError) as error:
+        raise OptionError(f"cannot load {where}: {error}") from error
+    if not callable(getattr(module, name, None)):
+        raise OptionError(f"{where} has no function {name!r}")
+    function = getattr(module, name)
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise OptionError(f"{target} must be callable without arguments: {error}") from None
+    return function()

@@ -1,0 +1,226 @@
+"""`edit`: change what flows at sites."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from unsum import hooks
+from unsum.capture import Missing
+from unsum.errors import OptionError, SiteError
+from unsum.flow import Flow, Spot
+from unsum.keeping import current_scale, unscaled
+from unsum.recompute import Call
+from unsum.silence import complain
+from unsum.sites import Asked, parse
+from unsum.verbs import Verb, VerbError
+
+Change = Verb | Callable[[Tensor], Tensor]
+
+_TOO_LATE = (
+    "a gradient edit was left before this backward: the gradient would silently be another one.\n"
+    "  call backward inside the block"
+)
+_UNEDITED = (
+    "an edit inside a checkpoint was left before this backward: the checkpoint would compute again without it.\n"
+    "  call backward inside the block"
+)
+
+
+class _Tripwire:
+    """Stays in the graph after the block, to refuse a backward that would run without the edit."""
+
+    def __init__(self, site: str) -> None:
+        self.site, self.armed = site, False
+
+    def __call__(self, grads: Any) -> None:
+        if self.armed:
+            raise SiteError(f"{self.site}: {_UNEDITED}")
+
+
+class Edit:
+    """The block that `unsum.edit` makes."""
+
+    one = True
+
+    def __init__(
+        self, model: nn.Module | None, edits: Mapping[Asked, Change | Sequence[Change]], missing: Missing, scaler: Any
+    ) -> None:
+        if missing not in ("error", "ignore"):
+            raise OptionError(f"missing={missing!r}: choose 'error' or 'ignore'")
+        if not isinstance(edits, Mapping):
+            raise OptionError(f"edits are a mapping {{site: verb or list of verbs}}, got {type(edits).__name__}")
+        self._model = model
+        self._asked = [parse(site) for site in edits]
+        self._changes = [_listed(str(site), change) for site, change in zip(self._asked, edits.values(), strict=True)]
+        for site, changes in zip(self._asked, self._changes, strict=True):
+            if not site.kind.startswith("grad") and any(isinstance(c, Verb) and c.on_gradients_only for c in changes):
+                raise SiteError(f"{site}: reverse() is for gradients; did you mean 'grad_{site.kind}'?")
+        self.refuses = _TOO_LATE if any(site.kind.startswith("grad_") for site in self._asked) else None
+        self._missing = missing
+        self._scaler = scaler
+        self._flow: Flow | None = None
+
+    def __enter__(self) -> Edit:
+        if self._flow is not None and self._flow.is_open:
+            raise SiteError("this edit is open already; make another one with unsum.edit(...)")
+        self._flow = Flow(self._model, self._asked, self)
+        self._fired: set[int] = set()
+        self._parts: set[tuple[str, int]] = set()
+        self._checkpoints: WeakSet[Any] = WeakSet()  # those with an edit inside
+        self._tripwires: list[_Tripwire] = []
+        self._states: WeakKeyDictionary[Any, dict[Any, Tensor]] = WeakKeyDictionary()
+        self._flow.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._flow is not None
+        self._flow.close()
+        for tripwire in self._tripwires:
+            tripwire.armed = True
+        self._tripwires.clear()
+        if error is None:
+            self._refuse_unfinished()
+            if self._missing == "error":
+                complain(self._flow, self._fired, "reached")
+
+    def _refuse_unfinished(self) -> None:
+        assert self._flow is not None
+        waiting = [c for c in self._checkpoints if c not in self._flow.repeated]
+        if not waiting:
+            return
+        del waiting
+        gc.collect()  # a graph that nobody holds any more will not be walked
+        if any(c not in self._flow.repeated for c in self._checkpoints):
+            names = ", ".join(str(site) for site in self._asked)
+            raise SiteError(f"{names}: {_UNEDITED}")
+
+    # ---- receiving ------------------------------------------------------------------------------------------------
+
+    def value(self, spot: Spot, tensor: Tensor, call: Call) -> Tensor:
+        new = self._changed(spot, tensor, call)
+        if call.regions and not call.again:
+            self._checkpoints.update(call.regions)
+            self._guard(str(spot), new, call)
+        return new
+
+    def gradient(self, spot: Spot, grad: Tensor, backward: int) -> Tensor:
+        if spot.kind == "grad":
+            if (spot.place.name, backward) in self._parts:
+                raise SiteError(
+                    f"{spot}: its gradient comes in several parts (a reentrant checkpoint), which cannot be edited one "
+                    "by one.\n  use checkpoint(..., use_reentrant=False)"
+                )
+            self._parts.add((spot.place.name, backward))
+        scale = None if self._scaler is None else current_scale(self._scaler)
+        if scale is None:
+            return self._changed(spot, grad, None)
+        new = self._changed(spot, unscaled(grad, scale), None)
+        return (new * scale).to(grad.dtype)
+
+    def called(self) -> None:
+        pass
+
+    def _changed(self, spot: Spot, tensor: Tensor, call: Call | None) -> Tensor:
+        for number in spot.asked:
+            for nth, change in enumerate(self._changes[number]):
+                with _repeatable(change, self._states, (spot, number, nth), call):
+                    tensor = _apply(change, tensor, str(spot))
+            self._fired.add(number)
+        return tensor
+
+    def _guard(self, site: str, edited: Tensor, call: Call) -> None:
+        tripwire = _Tripwire(site)
+        if edited.requires_grad:
+            hooks.on_gradient(edited, tripwire)
+        elif isinstance(call.regions[0], torch._C._FunctionBase):
+            hooks.on_node(call.regions[0], tripwire)
+        self._tripwires.append(tripwire)
+
+
+def _listed(site: str, change: Change | Sequence[Change]) -> list[Change]:
+    changes = list(change) if isinstance(change, list | tuple) else [change]
+    for one in changes:
+        if not callable(one):
+            raise OptionError(f"{site}: an edit is a verb or a function of a tensor, got {type(one).__name__}")
+    return changes  # type: ignore[return-value]
+
+
+def _apply(change: Change, tensor: Tensor, site: str) -> Tensor:
+    try:
+        # A function of the user's may write into what it gets: that must not be the tensor that others use.
+        new = change(tensor) if isinstance(change, Verb) else change(tensor.clone())
+    except VerbError as error:
+        raise SiteError(f"{site}: {change!r}: {error}; the tensor there is {_described(tensor)}") from error
+    except Exception as error:
+        error.add_note(f"unsum: while editing {site}, which is {_described(tensor)}")
+        raise
+    if not isinstance(new, Tensor):
+        raise SiteError(f"{site}: the edit returned {type(new).__name__}, needs a tensor, {_described(tensor)}")
+    if new.shape != tensor.shape or new.dtype != tensor.dtype or new.device != tensor.device:
+        raise SiteError(f"{site}: the edit returned {_described(new)}, needs {_described(tensor)}")
+    return new
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+
+
+class _repeatable:
+    """Inside a checkpoint: draw from a generator what was drawn the first time. (Torch does so for its own.)"""
+
+    def __init__(self, change: Change, states: WeakKeyDictionary[Any, Any], key: Any, call: Call | None) -> None:
+        self.generator = change.generator if isinstance(change, Verb) else None
+        self.states, self.key, self.call = states, key, call
+        self.now: Tensor | None = None
+
+    def __enter__(self) -> None:
+        if self.generator is None or self.call is None:
+            return
+        spot, number, nth = self.key
+        key = (spot.place, spot.kind, spot.call, spot.path, number, nth)
+        for region in self.call.regions:
+            self.states.setdefault(region, {})[key] = self.generator.get_state()
+        if self.call.again and key in self.states.get(self.call.repeats, {}):
+            self.now = self.generator.get_state()
+            self.generator.set_state(self.states[self.call.repeats][key])
+
+    def __exit__(self, *_: object) -> None:
+        if self.now is not None and self.generator is not None:
+            self.generator.set_state(self.now)
+
+
+def edit(
+    model: nn.Module | None,
+    edits: Mapping[Asked, Change | Sequence[Change]],
+    *,
+    missing: Missing = "error",
+    scaler: Any = None,
+) -> Edit:
+    """Change what flows at sites of `model` while the block is open (`None`: at tensors named with `unsum.mark`).
+
+    edits: for each site a verb (`unsum.scale(2.0)`), a function from a tensor to a tensor of the same shape, dtype and
+        device, or a list of them, done in order.
+    missing: "ignore" accepts sites that are never reached; "error" says at the end which and why.
+    scaler: a GradScaler; gradients are edited without its scale.
+
+    Gradients follow the edited values. An edited output may be differentiated after the block, but not inside a
+    checkpoint; a gradient edit may not.
+
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> with edit(nn.Sequential(model), {"0:output": lambda t: t + 1}):
+    ...     pass
+    Traceback (most recent call last):
+        ...
+    unsum.errors.SiteError: 0:output: never fired: it was not called through its module in this block (by this thread)
+      missing="ignore" accepts sites that are never reached
+    """
+    return Edit(model, edits, missing, scaler)

@@ -1,0 +1,198 @@
+"""The only file that registers anything with PyTorch: hooks on modules and tensors, and the catching of `backward`.
+
+Everything here is undone by what it returns, or by `close`; nothing is active while no block is open.
+
+**Which block is asked?** The blocks opened by this thread; inside a backward, those of the thread that called it, also
+on the engine's own worker threads (CUDA), to which torch carries its thread-local objects.
+
+**Catching backward.** `Tensor.backward`, `torch.autograd.backward` and `torch.autograd.grad` all end in one function,
+which is replaced while a block is open. A TorchFunctionMode would also see them, but every torch call would pass
+through it (up to 13 % of a step); replacing the public functions misses whoever imported them by name.
+
+**Compiled models** never call a hook that was added after compilation. While a block is open, compiled code runs
+eagerly (`torch.compiler.set_stance`).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from unsum.errors import UnsupportedError
+
+_KEY = "unsum.blocks"
+_lock = threading.Lock()
+_local = threading.local()
+_open: list[Block] = []  # in all threads
+_undo: list[Callable[[], None]] = []
+
+
+class Block(Protocol):
+    """Something open that wants to know when a backward begins and ends."""
+
+    def before_backward(self, roots: Sequence[Any], *, retain_graph: bool) -> None: ...
+    def after_backward(self) -> None: ...
+
+
+class Handle(Protocol):
+    """What takes a hook away again."""
+
+    def remove(self) -> None: ...
+
+
+class _Hook:
+    """A hook of ours. A copy of the module, or a pickle, gets one that does nothing: it is not the user's module."""
+
+    __slots__ = ("function",)
+    __torch_unserializable__ = True  # torch warns of other tensor hooks when a tensor is pickled
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        return inert
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _get_inert, ()
+
+
+def inert(*args: Any) -> None:
+    """What is left of a hook of ours in a copy of the module."""
+
+
+def _get_inert() -> Callable[..., None]:
+    return inert
+
+
+def on_call(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> list[Handle]:
+    """Call `before(args, kwargs)` and `after(output)` around every call of the module; a result that is not None
+    takes the place of the arguments or the output."""
+    return [
+        module.register_forward_pre_hook(_Hook(lambda _, args, kwargs: before(args, kwargs)), with_kwargs=True),
+        module.register_forward_hook(_Hook(lambda _, args, output: after(output))),
+    ]
+
+
+def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Handle:
+    """Call `hook` with the gradient of `tensor`, whenever a backward has computed it."""
+    # Reading grad_fn renews the graph of a view that was changed through an alias; without it torch crashes here.
+    _ = tensor.grad_fn
+    return tensor.register_hook(_Hook(hook))
+
+
+def on_node(node: Any, hook: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...] | None]) -> Handle:
+    """Call `hook` with the gradients that arrive at a node of the graph, before it runs."""
+    handle: Handle = node.register_prehook(hook)
+    return handle
+
+
+def is_dead(handle: Handle) -> bool:
+    """Whether the tensor of a handle is gone, and its graph with it."""
+    hooks = getattr(handle, "hooks_dict_ref", None)
+    return hooks is not None and hooks() is None
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether this is a tensor inside a vmap, which means nothing outside."""
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)  # type: ignore[no-any-return]
+
+
+def here() -> Sequence[Block]:
+    """The blocks that see what happens now, in this thread."""
+    own: list[Block] = getattr(_local, "blocks", [])
+    if own or not torch._C._is_key_in_tls(_KEY):
+        return own
+    return torch._C._get_obj_in_tls(_KEY)  # type: ignore[no-any-return]
+
+
+def open_block(block: Block) -> list[Block]:
+    """Make `block` see what this thread does from now on. Returns the list to hand to `close_block`."""
+    with _lock:
+        if not _open:
+            _begin()
+        _open.append(block)
+    if not hasattr(_local, "blocks"):
+        _local.blocks = []
+    blocks: list[Block] = _local.blocks
+    blocks.append(block)
+    return blocks
+
+
+def close_block(block: Block, blocks: list[Block]) -> None:
+    """Undo `open_block`, from any thread and in any order."""
+    blocks.remove(block)
+    with _lock:
+        _open.remove(block)
+        if not _open:
+            while _undo:
+                _undo.pop()()
+
+
+def _begin() -> None:
+    autograd: Any = torch.autograd
+    engine = autograd._engine_run_backward
+
+    def caught(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        return _backward(engine, roots, args, kwargs)
+
+    def restore() -> None:
+        if autograd._engine_run_backward is caught:
+            autograd._engine_run_backward = engine
+
+    autograd._engine_run_backward = caught
+    _undo.append(restore)
+    if "torch._dynamo" in sys.modules:
+        stance = torch.compiler.set_stance("force_eager")
+        stance.__enter__()
+        _undo.append(lambda: stance.__exit__(None, None, None))
+
+
+def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the engine; a backward inside a backward (reentrant checkpoints) belongs to the outer one."""
+    blocks = list(here())
+    if not blocks:
+        return engine(roots, *args, **kwargs)
+    outer = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
+    retain_graph = bool(args[1]) if len(args) > 1 else bool(kwargs.get("keep_graph", False))
+    begun: list[Block] = []
+    torch._C._stash_obj_in_tls(_KEY, blocks)
+    try:
+        for block in blocks:
+            begun.append(block)
+            block.before_backward(roots, retain_graph=retain_graph)
+        return engine(roots, *args, **kwargs)
+    finally:
+        # torch warns that an object left there when a thread ends can deadlock: always take ours back.
+        if outer is None:
+            torch._C._remove_obj_from_tls(_KEY)
+        else:
+            torch._C._stash_obj_in_tls(_KEY, outer)
+        for block in begun:
+            block.after_backward()
+
+
+def refuse_tracing(name: str) -> None:
+    """Raise where a hook would be baked into a trace, or would see tensors that mean nothing afterwards."""
+    what = None
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        what = "a torch.func transform (vmap, grad, jvp, ...)"
+    elif torch._C._get_tracing_state() is not None:
+        what = "torch.jit.trace"
+    elif torch.compiler.is_compiling():
+        what = "a model that is being compiled or exported"
+    elif (fx := sys.modules.get("torch.fx._symbolic_trace")) is not None and fx.is_fx_symbolic_tracing():
+        what = "torch.fx tracing"
+    if what is not None:
+        raise UnsupportedError(
+            f"{name}: called inside {what}, where what flows cannot be captured or edited.\n"
+            "  leave the transform outside the block, or call the model itself inside it"
+        )

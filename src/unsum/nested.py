@@ -1,0 +1,130 @@
+"""Tensors inside nested values: tuples, lists, mappings, named tuples, dataclasses, model outputs.
+
+torch's own pytree does not look into dataclasses, and a rule for every container would have to be registered with it;
+a module's output can be anything, so the walk is our own. A *path* is the tuple of steps that leads to a tensor:
+`(1, "logits")` is written `[1].logits`.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+from unsum.errors import SiteError, UnsupportedError
+from unsum.types import Path, Step
+
+_TOKEN = re.compile(r"""\.(?P<name>\w+)|\[(?P<index>-?\d+)\]|\[(?P<quote>['"])(?P<key>.*?)(?P=quote)\]""")
+
+
+def parse_path(text: str) -> Path:
+    """The steps of a written path.
+
+    >>> parse_path("[1].logits['a b']")
+    (1, 'logits', 'a b')
+    """
+    steps: list[Step] = []
+    end = 0
+    for token in _TOKEN.finditer(text):
+        if token.start() != end:
+            break
+        end = token.end()
+        steps.append(int(token["index"]) if token["index"] else token["name"] or token["key"])
+    if end != len(text):
+        raise SiteError(f"cannot read the path {text!r}; a path looks like [0], .logits or ['any key']")
+    return tuple(steps)
+
+
+def format_path(path: Path) -> str:
+    """How a path is written.
+
+    >>> format_path((1, "logits", "a b"))
+    "[1].logits['a b']"
+    """
+    return "".join(f".{s}" if isinstance(s, str) and s.isidentifier() else f"[{s!r}]" for s in path)
+
+
+def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """Every tensor in `value` with its path, in order."""
+    if isinstance(value, Tensor):
+        yield path, value
+        return
+    for step, child in children(value):
+        yield from leaves(child, (*path, step))
+
+
+def children(value: Any) -> Iterable[tuple[Any, Any]]:
+    """The parts of a container with the steps that lead to them; nothing for what is no container."""
+    if isinstance(value, list | tuple):
+        return enumerate(value)
+    if isinstance(value, Mapping):
+        return value.items()
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(f.name, getattr(value, f.name)) for f in fields(value) if hasattr(value, f.name)]
+    return ()
+
+
+def find(value: Any, path: Path) -> tuple[Path, Any]:
+    """What `path` leads to, and the path as `leaves` would give it.
+
+    Steps are read as generously as the containers themselves read them: a field of a named tuple by name or place, a
+    part of a model output by key or place, the last item of a list as -1. Raises LookupError where there is none.
+    """
+    found: list[Step] = []
+    for step in path:
+        step, value = _child(value, step)
+        found.append(step)
+    return tuple(found), value
+
+
+def _child(value: Any, step: Step) -> tuple[Step, Any]:
+    if isinstance(value, list | tuple):
+        names = getattr(value, "_fields", ())
+        if isinstance(step, str) and step in names:
+            step = names.index(step)
+        if isinstance(step, int) and -len(value) <= step < len(value):
+            return step % len(value), value[step]
+    elif isinstance(value, Mapping):
+        if step in value:
+            return step, value[step]
+        keys = list(value)
+        if isinstance(step, int) and is_dataclass(value) and -len(keys) <= step < len(keys):
+            return keys[step], value[keys[step]]
+    elif isinstance(step, str):
+        parts = dict(children(value))
+        if step in parts:
+            return step, parts[step]
+    raise LookupError(step)
+
+
+def put(value: Any, changes: Mapping[Path, Any]) -> Any:
+    """`value` with the parts at these paths replaced; what is not on the way to one is kept, not copied."""
+    if not changes:
+        return value
+    if () in changes:
+        return changes[()]
+    inside: dict[Step, dict[Path, Any]] = {}
+    for path, new in changes.items():
+        inside.setdefault(path[0], {})[path[1:]] = new
+    parts = dict(children(value))
+    return _with_parts(value, {step: put(parts[step], below) for step, below in inside.items()})
+
+
+def _with_parts(value: Any, new: Mapping[Step, Any]) -> Any:
+    if isinstance(value, tuple):
+        items = [new.get(i, item) for i, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    result = copy.copy(value)
+    if isinstance(value, list | MutableMapping):
+        for step, item in new.items():
+            result[step] = item  # type: ignore[index]
+    elif is_dataclass(value):
+        for step, item in new.items():
+            object.__setattr__(result, str(step), item)
+    else:
+        raise UnsupportedError(f"cannot replace a tensor inside a {type(value).__name__}")
+    return result

@@ -1,0 +1,116 @@
+"""Which call of a place is this one? A checkpoint runs a forward again inside the backward; that is not a new call.
+
+Regions are run again in the reverse of their order, and one module may be called in several of them, so counting alone
+cannot tell which call is repeated. What identifies a region is torch's own object for it, found on the Python stack:
+the `_CheckpointFrame` of a non-reentrant checkpoint, the context of the autograd Function of a reentrant one (torch's,
+or anybody's: reversible layers do the same). Within a region calls come in the same order both times.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.utils.checkpoint
+
+_CHECKPOINT_FILE = torch.utils.checkpoint.__file__
+
+
+class Call(NamedTuple):
+    """One call of a place, or one repetition of it."""
+
+    number: int
+    again: bool  # run a second time, inside a backward, by a checkpoint
+    real: bool  # the graph built now is the one that will be walked
+    start: int  # autograd's counter when the call began: older nodes come from elsewhere
+    regions: tuple[Any, ...]  # the checkpoints around it, innermost first
+    repeats: Any | None  # the checkpoint that runs it again
+
+
+class _Region(NamedTuple):
+    thing: Any
+    again: object | None  # which repetition, if it is one
+    reentrant: bool
+
+
+class Calls:
+    """Counts the calls of each place."""
+
+    def __init__(self) -> None:
+        self._count: dict[Any, int] = {}
+        # region -> place -> the calls made in it; and the same for the repetition that is under way
+        self._made: WeakKeyDictionary[Any, dict[Any, list[int]]] = WeakKeyDictionary()
+        self._again: WeakKeyDictionary[Any, tuple[object, dict[Any, int]]] = WeakKeyDictionary()
+
+    def count(self, place: Any) -> int:
+        """How often the place was called, repetitions not counted."""
+        return self._count.get(place, 0)
+
+    def begin(self, place: Any) -> Call | None:
+        """The call that begins now; None if it repeats one that was made before this block was open."""
+        start = torch._C._autograd._get_sequence_nr()
+        regions = _regions()
+        repeated = next((i for i, region in enumerate(regions) if region.again is not None), None)
+        if repeated is None:
+            index = self._count.get(place, 0)
+            self._count[place] = index + 1
+            inner, repeats, real = regions, None, True
+        else:
+            known = self._repeated(place, regions[repeated])
+            if known is None:
+                return None
+            index, inner, repeats = known, regions[:repeated], regions[repeated].thing
+            real = regions[repeated].reentrant
+        for region in inner:
+            self._made.setdefault(region.thing, {}).setdefault(place, []).append(index)
+        return Call(index, repeats is not None, real, start, tuple(region.thing for region in inner), repeats)
+
+    def _repeated(self, place: Any, region: _Region) -> int | None:
+        made = self._made.get(region.thing)
+        if made is None or place not in made:
+            return None
+        which, counts = self._again.get(region.thing, (None, {}))
+        if which != region.again:
+            counts = {}
+            self._again[region.thing] = region.again, counts
+        nth = counts.get(place, 0)
+        counts[place] = nth + 1
+        return made[place][nth] if nth < len(made[place]) else None
+
+
+def _regions() -> list[_Region]:
+    """The checkpoints that we are in, innermost first."""
+    if (
+        torch.is_grad_enabled()
+        and torch._C._current_graph_task_id() == -1
+        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    ):
+        return []  # the ordinary case: no region can be open
+    found = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        region = _region(frame)
+        if region is not None:
+            found.append(region)
+        frame = frame.f_back
+    return found
+
+
+def _region(frame: FrameType) -> _Region | None:
+    code = frame.f_code
+    if code.co_filename == _CHECKPOINT_FILE:
+        if code.co_name == "unpack_hook" and "frame" in code.co_freevars:
+            return _Region(frame.f_locals["frame"], again=frame.f_locals.get("gid"), reentrant=False)
+        if code.co_name == "checkpoint":
+            inside = frame.f_locals.get("gen")
+            thing = inside.gi_frame.f_locals.get("new_frame") if inside is not None and inside.gi_frame else None
+            return None if thing is None else _Region(thing, again=None, reentrant=False)
+    if code.co_name in ("forward", "backward") and code.co_argcount and code.co_varnames[0] != "self":
+        context = frame.f_locals.get(code.co_varnames[0])
+        if isinstance(context, torch._C._FunctionBase):
+            again = ("backward", torch._C._current_graph_task_id()) if code.co_name == "backward" else None
+            return _Region(context, again=again, reentrant=True)
+    return None

@@ -1,0 +1,248 @@
+"""Sites: the names of the places where something flows, and how a name finds its places.
+
+    <module path glob>:<kind>[@call][nested path]        "enc:output@1", "lm:output.logits", "blocks.*.attn:output[0]"
+
+`*` also crosses dots; the root module is the empty name (`:output`). Instead of a name, a module type or a predicate
+`(name, module) -> bool` may choose the modules: `(nn.Linear, "input")`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from unsum.errors import SiteError, UnsupportedError
+from unsum.nested import format_path, parse_path
+from unsum.types import KINDS, Kind, Path
+
+Where = str | type | Callable[[str, nn.Module], bool]
+Asked = str | tuple[type | Callable[[str, nn.Module], bool], str]
+"""What a user may write for a site."""
+
+_GRAMMAR = re.compile(r"(?P<where>[^:]*):(?P<kind>\w+)(?:@(?P<call>\d+))?(?P<path>[.\[].*)?")
+
+# What wraps a model and is not part of it: the attribute that holds the model, by the wrapper's class.
+_WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+}
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A site as it was asked for."""
+
+    where: Where
+    kind: Kind
+    call: int | None = None
+    path: Path = ()
+
+    def __str__(self) -> str:
+        where = self.where if isinstance(self.where, str) else getattr(self.where, "__name__", repr(self.where))
+        return site_name(where, self.kind, self.call, self.path)
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A module, a parameter or a mark, under the name that the user gave it."""
+
+    name: str
+    thing: nn.Module | nn.Parameter | None = None  # None: a mark
+
+
+def site_name(where: str, kind: str, call: int | None = None, path: Path = ()) -> str:
+    """How a site is written.
+
+    >>> site_name("attn", "output", 1, (0,))
+    'attn:output@1[0]'
+    """
+    return f"{where}:{kind}{'' if call is None else f'@{call}'}{format_path(path)}"
+
+
+def parse(asked: Asked) -> Site:
+    """Read a site.
+
+    >>> parse("blocks.*.attn:output@1[0].logits")
+    Site(where='blocks.*.attn', kind='output', call=1, path=(0, 'logits'))
+    """
+    if isinstance(asked, tuple) and len(asked) == 2 and callable(asked[0]) and isinstance(asked[1], str):
+        where, text = cast("Where", asked[0]), f":{asked[1].lstrip(':')}"
+    elif isinstance(asked, str):
+        where, text = asked.partition(":")[0], asked
+    else:
+        raise SiteError(f"a site is written 'name:kind' or (module type or predicate, 'kind'), not {asked!r}")
+    match = _GRAMMAR.fullmatch(text)
+    if match is None or match["kind"] not in KINDS:
+        raise SiteError(_misspelt(asked, text))
+    kind = cast("Kind", match["kind"])
+    call = None if match["call"] is None else int(match["call"])
+    return Site(where, kind, call, parse_path(match["path"] or ""))
+
+
+def _misspelt(asked: Asked, text: str) -> str:
+    lines = [f"no site {asked!r}: it is written <module>:<kind>[@call][path], and the kinds are {', '.join(KINDS)}"]
+    where, _, kind = text.partition(":")
+    near = difflib.get_close_matches(re.split(r"[@.\[]", kind)[0], KINDS, 2) if kind else ["output"]
+    if near:
+        lines.append(f"  near: {', '.join(repr(f'{where}:{k}') for k in near)}")
+    return "\n".join(lines)
+
+
+class Names:
+    """The modules and parameters of a model under the user's own names: wrappers (DDP, FSDP, `torch.compile`,
+    checkpoint wrappers) do not show. A module or parameter that is in several places has several names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise SiteError(f"expected an nn.Module (or None, for marks alone), got {type(model).__name__}")
+        self.model = unwrapped(model)
+        self.modules: dict[str, nn.Module] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.owners: dict[str, str] = {}  # parameter -> module
+        for name, module in _named(self.model, "", set()):
+            self.modules[name] = module
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    full = f"{name}.{key}" if name else key
+                    self.parameters[full], self.owners[full] = parameter, name
+
+    def find(self, site: Site) -> dict[str, nn.Module] | dict[str, nn.Parameter]:
+        """What a site names: one entry for each module or parameter. Raises where there is none."""
+        table: Mapping[str, Any] = self.parameters if site.kind == "grad" else self.modules
+        found: dict[str, Any] = {}
+        if isinstance(site.where, str) and site.where in table:
+            found = {site.where: table[site.where]}
+        else:
+            for name, thing in table.items():
+                if self._fits(site, name) and not any(thing is other for other in found.values()):
+                    found[name] = thing
+        if not found:
+            raise SiteError(self._unknown(site))
+        for name, module in found.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise UnsupportedError(
+                    f"{name}:{site.kind}: {type(module).__name__} is a torch.jit module, which does not run hooks as "
+                    "they are.\n  capture and edit the nn.Module that it was made from"
+                )
+        return found
+
+    def _fits(self, site: Site, name: str) -> bool:
+        if isinstance(site.where, str):
+            return name != "" and fnmatchcase(name, site.where)
+        owner = self.owners[name] if site.kind == "grad" else name
+        if isinstance(site.where, type):
+            return isinstance(self.modules[owner], site.where)
+        return bool(site.where(owner, self.modules[owner]))
+
+    def _unknown(self, site: Site) -> str:
+        lines = [f"no site {str(site)!r} in {type(self.model).__name__}."]
+        if isinstance(site.where, str):
+            near = self._near(site)
+            if near:
+                lines.append(f"  near: {', '.join(map(repr, near))}")
+        lines.append("  list them: unsum.sites(model); a tensor named with unsum.mark: capture(None, ...)")
+        return "\n".join(lines)
+
+    def _near(self, site: Site) -> list[str]:
+        where = cast("str", site.where)
+        if site.kind == "grad" and where in self.modules:
+            return [f"{name}:grad" for name, owner in self.owners.items() if owner == where][:4]
+        if site.kind != "grad" and where in self.parameters:
+            return [f"{where}:grad"]
+        table = self.parameters if site.kind == "grad" else self.modules
+        names = difflib.get_close_matches(where, table, 4, 0.5) or difflib.get_close_matches(where, table, 2, 0.2)
+        names += [n for n in table if n.endswith(f".{where}") and n not in names][:2]
+        return [site_name(name, site.kind, site.call, site.path) for name in names]
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module itself, out of whatever wraps it."""
+    while True:
+        for cls in type(module).__mro__:
+            if cls.__name__ in _WRAPPERS and cls.__module__.startswith("torch."):
+                module = getattr(module, _WRAPPERS[cls.__name__])
+                break
+        else:
+            return module
+
+
+def _named(module: nn.Module, name: str, above: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    yield name, module
+    for key, child in module._modules.items():
+        if child is not None and id(child) not in above:
+            full = f"{name}.{key}" if name else key
+            yield from _named(unwrapped(child), full, above | {id(module)})
+
+
+def why_not_called(names: Names, place: Place) -> str:
+    """Why a module may never have been called though its parent was."""
+    parent = names.modules.get(place.name.rpartition(".")[0])
+    if isinstance(place.thing, _CONTAINERS):
+        return f"a {type(place.thing).__name__} is a container and is never called; name the modules in it"
+    if isinstance(parent, nn.MultiheadAttention):
+        above = place.name.rpartition(".")[0]
+        return f"MultiheadAttention uses the weights of its {place.name.rpartition('.')[2]} without calling it; " + (
+            f"'{above}:output[0]' is what comes out of it"
+        )
+    return "it was not called through its module in this block (by this thread)"
+
+
+class Sites:
+    """The sites of a model: iterate over the names, or print it as a table."""
+
+    def __init__(self, model: nn.Module, *asked: Asked) -> None:
+        self._names = Names(model)
+        self._rows: dict[str, list[str]] = {}
+        wanted = [parse(a) for a in asked] if asked else None
+        if wanted is None:
+            for name, module in self._names.modules.items():
+                own = [] if isinstance(module, _CONTAINERS) else [f"{name}:{kind}" for kind in KINDS[:-1]]
+                own += [f"{p}:grad" for p, owner in self._names.owners.items() if owner == name]
+                if own:
+                    self._rows[name] = own
+        for site in wanted or ():
+            for name in self._names.find(site):
+                owner = self._names.owners[name] if site.kind == "grad" else name
+                self._rows.setdefault(owner, []).append(site_name(name, site.kind, site.call, site.path))
+
+    def __iter__(self) -> Iterator[str]:
+        return (site for row in self._rows.values() for site in row)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._rows.values()))
+
+    def __contains__(self, site: object) -> bool:
+        return any(site in row for row in self._rows.values())
+
+    def __repr__(self) -> str:
+        rows = [("module", "type", "sites")]
+        for name, own in self._rows.items():
+            kinds = " ".join(site[len(name) :].lstrip(".") if name else site for site in own)
+            rows.append((name or '""', type(self._names.modules[name]).__name__, kinds))
+        width = [max(len(row[i]) for row in rows) for i in (0, 1)]
+        return "\n".join(f"{a:<{width[0]}}  {b:<{width[1]}}  {c}" for a, b, c in rows)
+
+
+def sites(model: nn.Module, *asked: Asked) -> Sites:
+    """Every site of `model`, or those that the given patterns choose. Prints as a table; iterates over names.
+
+    >>> print(sites(nn.Sequential(nn.Linear(2, 3), nn.ReLU())))
+    module  type        sites
+    ""      Sequential  :input :output :grad_input :grad_output
+    0       Linear      :input :output :grad_input :grad_output weight:grad bias:grad
+    1       ReLU        :input :output :grad_input :grad_output
+    >>> list(sites(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), (nn.Linear, "input")))
+    ['0:input']
+    """
+    return Sites(model, *asked)

@@ -1,0 +1,49 @@
+"""What fired, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Event:
+    """One firing of one site."""
+
+    site: str
+    call: int
+    backward: int | None  # which backward, counted from 1; None in the forward
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def direction(self) -> str:
+        return "forward" if self.backward is None else "backward"
+
+    def __str__(self) -> str:
+        when = "forward" if self.backward is None else f"backward {self.backward}"
+        return f"{self.site}  {self.shape}  {str(self.dtype).removeprefix('torch.')}  {when}, call {self.call}"
+
+
+class Trace(Sequence[Event]):
+    """The events of a capture, oldest first. `print` it for one line an event."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = tuple(events)
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self._events)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        return self._events[index]
+
+    def __str__(self) -> str:
+        width = max((len(e.site) for e in self._events), default=0)
+        return "\n".join(f"{e.site:<{width}}{str(e)[len(e.site) :]}" for e in self._events)
+
+    __repr__ = __str__
