@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from unsum.captured import Captured, Entry
 from unsum.errors import OptionError, SiteError
-from unsum.flow import Flow, Spot
+from unsum.flow import Flow
 from unsum.keeping import Keep, Keeping, Reduce
+from unsum.picking import Spot
 from unsum.recompute import Call
 from unsum.silence import complain
 from unsum.sites import Asked, Place, parse
@@ -31,7 +32,7 @@ class _Stop(BaseException):
 class Capture:
     """The block that `unsum.capture` makes."""
 
-    one = False
+    edits = False
     refuses = None
 
     def __init__(

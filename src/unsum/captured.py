@@ -9,8 +9,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from unsum.errors import SiteError, UnknownSite
-from unsum.flow import Flow, Spot, other_name
+from unsum.flow import Flow
 from unsum.keeping import Kept
+from unsum.picking import Spot, other_name
 from unsum.sites import Asked, Place, Site, parse, site_name
 from unsum.trace import Event, Trace
 from unsum.types import Path

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from unsum import hooks
 from unsum.capture import Missing
 from unsum.errors import OptionError, SiteError
-from unsum.flow import Flow, Spot
+from unsum.flow import Flow
 from unsum.keeping import current_scale, unscaled
+from unsum.picking import Spot
 from unsum.recompute import Call
 from unsum.silence import complain
 from unsum.sites import Asked, parse
@@ -47,7 +48,7 @@ class _Tripwire:
 class Edit:
     """The block that `unsum.edit` makes."""
 
-    one = True
+    edits = True
 
     def __init__(
         self, model: nn.Module | None, edits: Mapping[Asked, Change | Sequence[Change]], missing: Missing, scaler: Any

@@ -1,57 +1,46 @@
-"""What flows at places: follows every call of the modules asked for, and hands tensors and gradients to a receiver.
+"""What flows at places: follows every call of the modules asked for, and hands what flows to a receiver.
 
 `capture` and `edit` are two receivers of the same flow. Here is everything that makes a hook tell the truth:
 
 - gradients come from hooks on the tensors that flow, not from module backward hooks (those fail on in-place changes,
   keyword arguments and nested outputs), each hook knowing its own call;
-- an input is handed on as an alias, so that its gradient is this module's share and not that of all its users; so is an
-  output that the module did not make (`Identity`, a parameter);
+- the gradient of an input is this module's share, not that of all its users (`share`); where it is to be edited, and
+  for an output that the module did not make (`Identity`, a parameter), an alias stands in for the tensor;
 - a view that is changed in place later is found again in the graph (`inplace`);
 - a checkpoint's second forward is no new call (`recompute`).
 """
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import MutableMapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from unsum import hooks, inplace
+from unsum import hooks
 from unsum.errors import SiteError, UnsupportedError
-from unsum.nested import find, format_path, leaves, put
+from unsum.nested import leaves, put
+from unsum.picking import NothingThereError, Spot, pick
 from unsum.recompute import Call, Calls
-from unsum.sites import Names, Place, Site, site_name, why_not_called
+from unsum.share import Collection, Share
+from unsum.sites import Names, Place, Site, why_not_called
 from unsum.types import Kind, Path, Step
+from unsum.watch import Watch
 
 # Aliases that blocks have made, each with its block and what it was made for: a module, or the name of a mark.
 _made_by: MutableMapping[Tensor, tuple[weakref.ref[Flow], Any]] = WeakIdKeyDictionary()
-
-
-class Spot(NamedTuple):
-    """One tensor in one call of one place."""
-
-    place: Place
-    kind: Kind
-    call: int
-    path: Path  # where the tensor is in the arguments or the output
-    shown: Path  # how it was asked for: `m:input` is the first tensor, wherever that is
-    asked: tuple[int, ...]  # which of the requests it answers
-
-    def __str__(self) -> str:
-        return site_name(self.place.name, self.kind, None, self.shown)
 
 
 class Receiver(Protocol):
     """What to do with what flows. A result that is not None flows on instead."""
 
     @property
-    def one(self) -> bool: ...  # a site without a path must be a single tensor
+    def edits(self) -> bool: ...  # changes what flows, so that a site must be a single tensor
     @property
     def refuses(self) -> str | None: ...  # why a backward after the block would be wrong, where gradients are edited
 
@@ -60,54 +49,11 @@ class Receiver(Protocol):
     def called(self) -> None: ...
 
 
-class _Watch:
-    """The hook on one tensor that waits for its gradient."""
+class _Running(NamedTuple):
+    """A call that has begun, with the inputs whose share of the gradient is wanted."""
 
-    __slots__ = ("anchor", "fired", "flow", "handle", "moved", "refusal", "spot")
-
-    def __init__(self, flow: Flow, spot: Spot, anchor: inplace.Anchor | None) -> None:
-        self.flow: Flow | None = flow
-        self.spot = spot
-        self.anchor = anchor
-        self.moved = self.fired = False
-        self.handle: hooks.Handle | None = None
-        self.refusal: str | None = None
-
-    def at_tensor(self, grad: Tensor) -> Tensor | None:
-        return None if self.moved else self.arrived(grad)
-
-    def at_base(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-        """The same, where the view was changed in place and its base stands for it."""
-        anchor = self.anchor
-        assert anchor is not None
-        grad = grads[anchor.output]
-        new = None if grad is None else self.arrived(anchor.to_view(grad))
-        if new is None:
-            return None
-        return (*grads[: anchor.output], anchor.to_base(new), *grads[anchor.output + 1 :])
-
-    def arrived(self, grad: Tensor | None) -> Tensor | None:
-        if self.flow is None:
-            if self.refusal is not None:
-                raise SiteError(f"{self.spot}: {self.refusal}")
-            return None
-        if grad is None:  # a custom autograd.Function may return None
-            return None
-        self.fired = True
-        return self.flow.arrived(self.spot, grad)
-
-    def let_go(self, refusal: str | None = None) -> None:
-        """Stop. With a refusal the hook stays in the graph, to raise if that is walked after all."""
-        self.flow, self.refusal = None, refusal
-        if refusal is None and self.handle is not None:
-            self.handle.remove()
-
-
-class _Pick(NamedTuple):
-    path: Path
-    shown: Path
-    tensor: Tensor
-    asked: tuple[int, ...]
+    call: Call | None
+    shares: list[Share]
 
 
 class Flow:
@@ -124,11 +70,15 @@ class Flow:
         self._wants: dict[Place, dict[Kind, list[int]]] = {}
         self._marks: dict[str, Place] = {}
         self._notes: dict[tuple[Place, Kind], str] = {}
-        self._running: dict[Place, list[Call | None]] = {}
+        self._running: dict[Place, list[_Running]] = {}
         self._handles: list[hooks.Handle] = []
-        self._watches: list[_Watch] = []
+        self._watches: list[Watch] = []
+        self._shares: list[Share] = []
+        self._collections: list[Collection] = []  # one for each backward that is under way
+        self._second_order: list[range] = []  # the nodes that a backward with create_graph has made
         self._many = 1024
         self._depth = 0
+        self._first_node: int | None = None
         self._retained = False
         self._blocks: list[hooks.Block] | None = None
         for number, site in enumerate(asked):
@@ -214,6 +164,7 @@ class Flow:
             watch.let_go(self.receiver.refuses)
         self._handles.clear()
         self._watches.clear()
+        self._shares.clear()
         self._running.clear()
 
     @property
@@ -235,7 +186,8 @@ class Flow:
             if isinstance(value, Tensor):
                 _ = value.grad_fn  # renews that of a stale view, so that its age is known to be before this call
         call = self.calls.begin(place)
-        self._running[place].append(call)
+        running = _Running(call, [])
+        self._running[place].append(running)
         if call is None:
             return None
         if call.repeats is not None:
@@ -245,7 +197,7 @@ class Flow:
             return None
         inputs: dict[Step, Any] = dict(enumerate(args))
         inputs.update(kwargs)
-        new = self._pass(place, call, inputs, "input", "grad_input")
+        new = self._pass(place, call, inputs, "input", "grad_input", running.shares)
         if new is None:
             return None
         return tuple(new[i] for i in range(len(args))), {key: new[key] for key in kwargs}
@@ -254,12 +206,31 @@ class Flow:
         running = self._running.get(place)
         if not running or self not in hooks.here():
             return None
-        call = running.pop()
+        call, shares = running.pop()
         if call is None:
             return None
-        new = self._pass(place, call, output, "output", "grad_output")
+        aliases = self._end_shares(place, call, shares, output) if shares else {}
+        new = self._pass(place, call, put(output, aliases), "output", "grad_output")
         self.receiver.called()
-        return new
+        return put(output, aliases) if new is None and aliases else new
+
+    def _end_shares(self, place: Place, call: Call, shares: list[Share], output: Any) -> dict[Path, Tensor]:
+        """The module is left. Where it returns an input itself, its share comes through the output: by an alias."""
+        for share in shares:
+            share.close()
+        returned = [(share, tensor) for _, tensor in leaves(output) for share in shares if share.is_of(tensor)]
+        if not returned:
+            return {}
+        aliases = self._aliases(place, call, output, [tensor for _, tensor in returned], always=False)
+        of = {id(tensor): aliases[path] for path, tensor in leaves(output) if path in aliases}
+        for share, tensor in returned:
+            if not share.returned and id(tensor) in of:
+                share.returned = True
+                self._watches.append(Watch(share.spot, of[id(tensor)], partial(self._returned, share)))
+        return aliases
+
+    def _returned(self, share: Share, spot: Spot, grad: Tensor) -> None:
+        self._collections[-1].add(share, grad)
 
     def mark_value(self, place: Place, tensor: Tensor) -> Tensor:
         """Pass a marked tensor through: it acts as the output of a module that returns its input."""
@@ -274,24 +245,65 @@ class Flow:
         self.receiver.called()
         return tensor if new is None else new  # type: ignore[no-any-return]
 
-    def _pass(self, place: Place, call: Call, value: Any, kind: Kind, grad_kind: Kind) -> Any:
+    def _pass(
+        self, place: Place, call: Call, value: Any, kind: Kind, grad_kind: Kind, shares: list[Share] | None = None
+    ) -> Any:
         """Hand the tensors in `value` to the receiver, and wait for their gradients. What flows on, or None."""
-        values = self._select(place, kind, call, value)
-        grads = self._select(place, grad_kind, call, value) if call.real else []
+        values = self._pick(place, kind, call, value)
+        grads = self._pick(place, grad_kind, call, value) if call.real else []
+        if grads and not torch.is_grad_enabled():  # nothing done now will be differentiated
+            self._notes[place, grad_kind] = "it ran with gradients switched off (no_grad or inference_mode)"
+            grads = []
         now: dict[Path, Tensor] = {}  # the tensors that flow on, where they differ
-        if grads:
-            now = self._aliases(place, call, value, grads, always=kind == "input")
-        for path, shown, tensor, asked in values:
-            tensor = now.get(path, tensor)
-            new = self.receiver.value(Spot(place, kind, call.number, path, shown, asked), tensor, call)
+        if grads and shares is not None and not self._is_edited(place):
+            grads = self._share(place, call, grads, shares)
+        elif grads:
+            now = self._aliases(place, call, value, [tensor for _, tensor in grads], always=shares is not None)
+        for spot, tensor in values:
+            tensor = now.get(spot.path, tensor)
+            new = self.receiver.value(spot, tensor, call)
             if new is not None and new is not tensor:
-                now[path] = new
-        for path, shown, tensor, asked in grads:
-            self._watch(Spot(place, grad_kind, call.number, path, shown, asked), now.get(path, tensor))
+                now[spot.path] = new
+        for spot, tensor in grads:
+            self._watch(spot, now.get(spot.path, tensor))
         return put(value, now) if now else None
 
+    def _pick(self, place: Place, kind: Kind, call: Call, value: Any) -> list[tuple[Spot, Tensor]]:
+        wanted = self._wants[place].get(kind)
+        if wanted is None:
+            return []
+        sites = [(n, self.asked[n]) for n in wanted if self.asked[n].call in (None, call.number)]
+        try:
+            return pick(place, kind, call.number, value, sites, one=self.receiver.edits)
+        except NothingThereError as why:
+            self._notes[place, kind] = str(why)
+            return []
+
+    def _is_edited(self, place: Place) -> bool:
+        """Whether an open block changes the gradients of this module's inputs: then they go through an alias."""
+        return any(
+            isinstance(block, Flow) and block.receiver.edits and block._wants_gradients_of(place.thing)
+            for block in hooks.here()
+        )
+
+    def _wants_gradients_of(self, thing: Any) -> bool:
+        return any(place.thing is thing and "grad_input" in kinds for place, kinds in self._wants.items())
+
+    def _share(
+        self, place: Place, call: Call, grads: list[tuple[Spot, Tensor]], shares: list[Share]
+    ) -> list[tuple[Spot, Tensor]]:
+        """Wait for the module's share of its inputs' gradients; what is left is to be watched itself."""
+        left = []
+        for spot, tensor in grads:
+            if tensor.requires_grad:
+                shares.append(Share(spot, tensor, call.start))
+            else:
+                left.append((spot, tensor))
+        self._shares += shares
+        return left
+
     def _aliases(
-        self, place: Place, call: Call, value: Any, grads: Sequence[_Pick], *, always: bool
+        self, place: Place, call: Call, value: Any, tensors: Sequence[Tensor], *, always: bool
     ) -> dict[Path, Tensor]:
         """Aliases for tensors that others use as well, the same one wherever the same tensor stands.
 
@@ -299,8 +311,7 @@ class Flow:
         """
         made: dict[int, Tensor] = {}
         key = place.name if place.thing is None else place.thing
-        for pick in grads:
-            tensor = pick.tensor
+        for tensor in tensors:
             if not tensor.requires_grad or id(tensor) in made or not (always or _is_older(tensor, call)):
                 continue
             who, what = _made_by.get(tensor, (None, None))
@@ -310,69 +321,17 @@ class Flow:
                 _made_by[alias] = (weakref.ref(self), key)
         return {path: made[id(tensor)] for path, tensor in leaves(value) if id(tensor) in made} if made else {}
 
-    def _select(self, place: Place, kind: Kind, call: Call, value: Any) -> list[_Pick]:
-        """The tensors in `value` that are asked for."""
-        wanted = self._wants[place].get(kind)
-        if wanted is None:
-            return []
-        chosen: dict[Path, _Pick] = {}
-        for number in wanted:
-            site = self.asked[number]
-            if site.call is not None and site.call != call.number:
-                continue
-            for path, shown, tensor in self._tensors(place, site, value):
-                known = chosen.get(path)
-                if known is None:
-                    chosen[path] = _Pick(path, shown, tensor, (number,))
-                else:
-                    shown = shown if len(shown) < len(known.shown) else known.shown
-                    chosen[path] = _Pick(path, shown, tensor, (*known.asked, number))
-        return list(chosen.values())
-
-    def _tensors(self, place: Place, site: Site, value: Any) -> list[tuple[Path, Path, Tensor]]:
-        if isinstance(value, Tensor) and not site.path:
-            return [((), (), value)]
-        is_input = site.kind in ("input", "grad_input")
-        path, part = self._part(place, site, value, is_input)
-        found = [(inner, inner, tensor) for inner, tensor in leaves(part, path)]
-        if is_input and not site.path:
-            return [(inner, (), tensor) for inner, _, tensor in found[:1]]
-        if self.receiver.one and len(found) > 1:
-            names = ", ".join(repr(site_name(place.name, site.kind, site.call, inner)) for inner, _, _ in found[:6])
-            raise SiteError(f"{site}: holds {len(found)} tensors; name one of them: {names}")
-        if not found:
-            self._notes[place, site.kind] = f"there is no tensor there; there are: {_paths(value) or 'none at all'}"
-        return found
-
-    def _part(self, place: Place, site: Site, value: Any, is_input: bool) -> tuple[Path, Any]:
-        try:
-            return find(value, site.path)
-        except LookupError:
-            pass
-        if is_input:
-            try:
-                return find(value, other_name(place, site.path))
-            except LookupError:
-                pass
-        self._notes[place, site.kind] = f"it has no {format_path(site.path)}; it has: {_paths(value) or 'no tensor'}"
-        return (), None
-
     # ---- backward -------------------------------------------------------------------------------------------------
 
     def _watch(self, spot: Spot, tensor: Tensor) -> None:
         if not tensor.requires_grad:
-            self._notes[spot.place, spot.kind] = (
-                "it ran with gradients switched off (no_grad or inference_mode)"
-                if not torch.is_grad_enabled()
-                else "it needs no gradient: nothing before it requires one (frozen, or data)"
-            )
+            why = "it needs no gradient: nothing before it requires one (frozen, or data)"
+            self._notes[spot.place, spot.kind] = why
             return
         if len(self._watches) > self._many:
-            self._watches = [w for w in self._watches if w.handle is not None and not hooks.is_dead(w.handle)]
+            self._watches = [watch for watch in self._watches if not watch.is_dead()]
             self._many = 1024 + 2 * len(self._watches)
-        watch = _Watch(self, spot, inplace.anchor(tensor))
-        watch.handle = hooks.on_gradient(tensor, watch.at_tensor)
-        self._watches.append(watch)
+        self._watches.append(Watch(spot, tensor, self.arrived))
 
     def arrived(self, spot: Spot, grad: Tensor) -> Tensor | None:
         if hooks.is_batched(grad):
@@ -382,42 +341,34 @@ class Flow:
             )
         return self.receiver.gradient(spot, grad, self.backwards)
 
-    def before_backward(self, roots: Sequence[Any], *, retain_graph: bool) -> None:
+    def before_backward(self, roots: Sequence[Any], *, retain_graph: bool, create_graph: bool) -> None:
         self._depth += 1
+        self._collections.append(Collection(self.arrived))
         if self._depth == 1:
             self.backwards += 1
             self._retained = retain_graph
+            self._first_node = torch._C._autograd._get_sequence_nr() if create_graph else None
         for watch in self._watches:
-            if watch.anchor is not None and not watch.moved and watch.anchor.changed():
-                self._move(watch, roots)
+            watch.follow_changes(roots)
+        self._collections[-1].wait(self._shares, roots, self._second_order)
 
-    def _move(self, watch: _Watch, roots: Sequence[Any]) -> None:
-        assert watch.anchor is not None and watch.handle is not None
-        try:
-            node = watch.anchor.find(roots)
-        except inplace.LostError as why:
-            raise SiteError(
-                f"{watch.spot}: the tensor was changed in place afterwards, and the gradient of its old value cannot "
-                f"be told from others: {why}.\n  change it out of place (y = y + 1; inplace=False), or take the "
-                "gradient at another site"
-            ) from None
-        if node is not None:
-            watch.handle.remove()
-            watch.handle, watch.moved = hooks.on_node(node, watch.at_base), True
-
-    def after_backward(self) -> None:
+    def after_backward(self, *, failed: bool) -> None:
         self._depth -= 1
+        self._collections.pop().end(failed=failed)
         if self._depth:
             return
+        if self._first_node is not None:
+            self._second_order.append(range(self._first_node, torch._C._autograd._get_sequence_nr()))
         for running in self._running.values():
             # A checkpoint stops its second forward early, by an exception: those calls never ended.
-            while running and (running[-1] is None or running[-1].again):
+            while running and (running[-1].call is None or running[-1].call.again):
                 running.pop()
         if not self._retained:
             for watch in self._watches:
                 if watch.fired:
                     watch.let_go()
             self._watches = [watch for watch in self._watches if not watch.fired]
+            self._shares = [share for share in self._shares if not share.fired]
 
     # ---- why nothing came -----------------------------------------------------------------------------------------
 
@@ -431,26 +382,14 @@ class Flow:
         note = self._notes.get((place, site.kind))
         if note is not None:
             return note
+        if type(place.thing).__name__ == "DTensor":
+            return (
+                "the parameter is sharded, and FSDP writes its gradient itself; the layer's :input and :grad_output "
+                "are this rank's"
+            )
         if not self.backwards:
             return "no backward ran in this block"
         return "no gradient reached it: it is not used in what was differentiated, or only detached"
-
-
-def other_name(place: Place, path: Path) -> Path:
-    """An argument's other name: its place for its keyword, its keyword for its place."""
-    if not path or not isinstance(place.thing, nn.Module):
-        return path
-    names = list(inspect.signature(place.thing.forward).parameters)
-    first = path[0]
-    if isinstance(first, str) and first in names:
-        return (names.index(first), *path[1:])
-    if isinstance(first, int) and 0 <= first < len(names):
-        return (names[first], *path[1:])
-    return path
-
-
-def _paths(value: Any) -> str:
-    return ", ".join(format_path(path) or "a single tensor" for path, _ in list(leaves(value))[:8])
 
 
 def _is_older(tensor: Tensor, call: Call) -> bool:

@@ -35,8 +35,8 @@ _undo: list[Callable[[], None]] = []
 class Block(Protocol):
     """Something open that wants to know when a backward begins and ends."""
 
-    def before_backward(self, roots: Sequence[Any], *, retain_graph: bool) -> None: ...
-    def after_backward(self) -> None: ...
+    def before_backward(self, roots: Sequence[Any], *, retain_graph: bool, create_graph: bool) -> None: ...
+    def after_backward(self, *, failed: bool) -> None: ...
 
 
 class Handle(Protocol):
@@ -91,6 +91,12 @@ def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Hand
 def on_node(node: Any, hook: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...] | None]) -> Handle:
     """Call `hook` with the gradients that arrive at a node of the graph, before it runs."""
     handle: Handle = node.register_prehook(hook)
+    return handle
+
+
+def after_node(node: Any, hook: Callable[[tuple[Tensor | None, ...], Any], None]) -> Handle:
+    """Call `hook` with the gradients that a node of the graph hands on (and those it got), after it has run."""
+    handle: Handle = node.register_hook(hook)
     return handle
 
 
@@ -162,14 +168,17 @@ def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any,
     if not blocks:
         return engine(roots, *args, **kwargs)
     outer = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
-    retain_graph = bool(args[1]) if len(args) > 1 else bool(kwargs.get("keep_graph", False))
+    retain_graph, create_graph = bool(args[1]), bool(args[2])
     begun: list[Block] = []
+    failed = True
     torch._C._stash_obj_in_tls(_KEY, blocks)
     try:
         for block in blocks:
             begun.append(block)
-            block.before_backward(roots, retain_graph=retain_graph)
-        return engine(roots, *args, **kwargs)
+            block.before_backward(roots, retain_graph=retain_graph, create_graph=create_graph)
+        result = engine(roots, *args, **kwargs)
+        failed = False
+        return result
     finally:
         # torch warns that an object left there when a thread ends can deadlock: always take ours back.
         if outer is None:
@@ -177,7 +186,7 @@ def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any,
         else:
             torch._C._stash_obj_in_tls(_KEY, outer)
         for block in begun:
-            block.after_backward()
+            block.after_backward(failed=failed)
 
 
 def refuse_tracing(name: str) -> None:

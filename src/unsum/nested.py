@@ -118,13 +118,12 @@ def _with_parts(value: Any, new: Mapping[Step, Any]) -> Any:
     if isinstance(value, tuple):
         items = [new.get(i, item) for i, item in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    result = copy.copy(value)
-    if isinstance(value, list | MutableMapping):
-        for step, item in new.items():
-            result[step] = item  # type: ignore[index]
-    elif is_dataclass(value):
-        for step, item in new.items():
-            object.__setattr__(result, str(step), item)
-    else:
+    if not isinstance(value, list | MutableMapping) and not is_dataclass(value):
         raise UnsupportedError(f"cannot replace a tensor inside a {type(value).__name__}")
+    result: Any = copy.copy(value)
+    for step, item in new.items():
+        if isinstance(value, list | MutableMapping):
+            result[step] = item
+        else:
+            object.__setattr__(result, str(step), item)
     return result

@@ -125,6 +125,8 @@ class Names:
             found = {site.where: table[site.where]}
         else:
             for name, thing in table.items():
+                if isinstance(thing, _CONTAINERS):  # never called
+                    continue
                 if self._fits(site, name) and not any(thing is other for other in found.values()):
                     found[name] = thing
         if not found:

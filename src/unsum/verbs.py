@@ -95,8 +95,8 @@ def _positions(index: Index, size: int, device: torch.device) -> Tensor:
     every = torch.arange(size, device=device)
     if isinstance(index, Tensor):
         index = index.to(device)
-    elif isinstance(index, range):
-        index = list(index)
+    elif isinstance(index, range | slice):
+        index = list(index if isinstance(index, range) else range(size)[index])
     try:
         chosen = every[index]  # type: ignore[index]
     except IndexError as error:

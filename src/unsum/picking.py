@@ -1,0 +1,94 @@
+"""From the arguments or the output of a call, the tensors that sites ask for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from unsum.errors import SiteError
+from unsum.nested import find, format_path, leaves
+from unsum.sites import Place, Site, site_name
+from unsum.types import Kind, Path
+
+
+class Spot(NamedTuple):
+    """One tensor in one call of one place."""
+
+    place: Place
+    kind: Kind
+    call: int
+    path: Path  # where the tensor is in the arguments or the output
+    shown: Path  # how it was asked for: `m:input` is the first tensor, wherever that is
+    asked: tuple[int, ...]  # which of the requests it answers
+
+    def __str__(self) -> str:
+        return site_name(self.place.name, self.kind, None, self.shown)
+
+
+class NothingThereError(Exception):
+    """The value has no such part; the text says what it has."""
+
+
+def pick(
+    place: Place, kind: Kind, call: int, value: Any, sites: Iterable[tuple[int, Site]], *, one: bool
+) -> list[tuple[Spot, Tensor]]:
+    """The tensors of `value` that these numbered sites ask for. Raises NothingThereError where there is none.
+
+    A site without a path means every tensor of an output (with `one`, there must be a single one), and the first of the
+    arguments.
+    """
+    found: dict[Path, tuple[Spot, Tensor]] = {}
+    for number, site in sites:
+        for path, shown, tensor in _tensors(place, site, value, one):
+            spot = Spot(place, kind, call, path, shown, (number,))
+            if path in found:
+                known = found[path][0]
+                shown = min(shown, known.shown, key=len)
+                spot = Spot(place, kind, call, path, shown, (*known.asked, number))
+            found[path] = spot, tensor
+    return list(found.values())
+
+
+def _tensors(place: Place, site: Site, value: Any, one: bool) -> list[tuple[Path, Path, Tensor]]:
+    if isinstance(value, Tensor) and not site.path:
+        return [((), (), value)]
+    is_input = site.kind in ("input", "grad_input")
+    path, part = _part(place, site, value, is_input)
+    found = [(inner, inner, tensor) for inner, tensor in leaves(part, path)]
+    if not found:
+        raise NothingThereError(f"there is no tensor there; there are: {_paths(value)}")
+    if is_input and not site.path:
+        return [(found[0][0], (), found[0][2])]
+    if one and len(found) > 1:
+        names = ", ".join(repr(site_name(place.name, site.kind, site.call, inner)) for inner, _, _ in found[:6])
+        raise SiteError(f"{site}: holds {len(found)} tensors; name one of them: {names}")
+    return found
+
+
+def _part(place: Place, site: Site, value: Any, is_input: bool) -> tuple[Path, Any]:
+    for path in (site.path, other_name(place, site.path)) if is_input else (site.path,):
+        try:
+            return find(value, path)
+        except LookupError:
+            continue
+    raise NothingThereError(f"it has no {format_path(site.path)}; it has: {_paths(value)}")
+
+
+def other_name(place: Place, path: Path) -> Path:
+    """An argument's other name: its place for its keyword, its keyword for its place."""
+    if not path or not isinstance(place.thing, nn.Module):
+        return path
+    names = list(inspect.signature(place.thing.forward).parameters)
+    first = path[0]
+    if isinstance(first, str) and first in names:
+        return (names.index(first), *path[1:])
+    if isinstance(first, int) and 0 <= first < len(names):
+        return (names[first], *path[1:])
+    return path
+
+
+def _paths(value: Any) -> str:
+    return ", ".join(format_path(path) or "a single tensor" for path, _ in list(leaves(value))[:8]) or "no tensor"

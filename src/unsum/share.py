@@ -1,0 +1,138 @@
+"""A module's share of the gradient of its input.
+
+A hook on the input gives the sum over all its users (a residual connection!), not what came through this module. An
+alias in the graph would separate them, but then torch adds the parts in another order, and `.grad` is no longer bit
+for bit the same. So nothing is altered: autograd numbers its nodes as they are made, hence the nodes made during the
+call are known, and those of them that lead to the input's node carry the share. They are found before each backward
+by walking the graph that it is about to walk.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unsum import hooks, inplace
+from unsum.errors import SiteError
+from unsum.picking import Spot
+
+Arrived = Callable[[Spot, Tensor], Tensor | None]
+_Key = tuple[str, int, int] | int  # a node's name and number with one of its outputs, or the id of a leaf
+_Edge = tuple[int, "Share", bool]  # which of a node's gradients, whose, and whether it is the base's
+
+
+def _key(tensor: Tensor) -> _Key:
+    node = tensor.grad_fn
+    return id(tensor) if node is None else (node.name(), node._sequence_nr(), tensor.output_nr)
+
+
+class Share:
+    """One input of one call, whose share of the gradient is wanted. Holds no part of the graph."""
+
+    def __init__(self, spot: Spot, tensor: Tensor, start: int) -> None:
+        self.spot = spot
+        self.fired = False
+        self.returned = False  # the module returned the input itself: part of the share comes through its output
+        self.start, self.end = start, start  # the numbers of the nodes made during the call
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.anchor = inplace.anchor(tensor)
+        self.leaf = weakref.ref(tensor) if tensor.grad_fn is None else None
+        self.key = _key(tensor)
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether this is the input itself, as a module may return it."""
+        return tensor.requires_grad and _key(tensor) == self.key
+
+    def close(self) -> None:
+        """The call has ended: what is made from now on is not part of it."""
+        self.end = torch._C._autograd._get_sequence_nr()
+
+    def fitted(self, grad: Tensor, from_base: bool) -> Tensor:
+        """A gradient as it comes out of a node, in the shape and dtype of the input."""
+        if from_base:
+            assert self.anchor is not None
+            grad = self.anchor.to_view(grad)
+        if grad.is_complex() and not self.dtype.is_complex:
+            grad = grad.real
+        return (grad if grad.shape == self.shape else grad.sum_to_size(self.shape)).to(self.dtype)
+
+
+class Collection:
+    """The shares that one backward brings: waits at the nodes that carry them, adds up, hands on."""
+
+    def __init__(self, arrived: Arrived) -> None:
+        self._arrived = arrived
+        self._handles: list[hooks.Handle] = []
+        self._open: dict[Share, int] = {}  # how many parts are still to come
+        self._sums: dict[Share, Tensor] = {}
+
+    def wait(self, shares: Iterable[Share], roots: Sequence[Any], second_order: Sequence[range]) -> None:
+        """Find, in the graph below `roots`, the nodes that carry these shares."""
+        wanted: dict[_Key, list[Share]] = {}
+        for share in shares:
+            if share.end > share.start and (share.leaf is None or share.leaf() is not None):
+                wanted.setdefault(share.key, []).append(share)
+                if share.anchor is not None and share.anchor.chain:
+                    wanted.setdefault((*share.anchor.chain[-1], share.anchor.output), []).append(share)
+        if not wanted:
+            return
+        for node in inplace.walk(roots):
+            edges = list(_edges(node, wanted, second_order))
+            if edges:
+                self._handles.append(hooks.after_node(node, partial(self._come, edges)))
+                for _, share, _ in edges:
+                    self._open[share] = self._open.get(share, 0) + 1
+
+    def _come(self, edges: Sequence[_Edge], grads: tuple[Tensor | None, ...], _: Any) -> None:
+        for slot, share, from_base in edges:
+            grad = grads[slot]
+            if grad is not None:
+                self.add(share, share.fitted(grad, from_base))
+            self._open[share] -= 1
+            if not self._open[share] and not share.returned:
+                self._hand_on(share)
+
+    def add(self, share: Share, part: Tensor) -> None:
+        """Another part of a share."""
+        self._sums[share] = self._sums[share] + part if share in self._sums else part
+
+    def _hand_on(self, share: Share) -> None:
+        total = self._sums.pop(share, None)
+        if total is not None:
+            share.fired = True
+            # The sum may be the very memory that torch goes on with, or a leaf's .grad to be.
+            self._arrived(share.spot, total.clone() if share.leaf is not None else total)
+
+    def end(self, *, failed: bool) -> None:
+        """The backward is over: hand on what came without the rest, and let go of the nodes."""
+        for handle in self._handles:
+            handle.remove()
+        if not failed:
+            for share in list(self._sums):
+                self._hand_on(share)
+
+
+def _edges(node: Any, wanted: dict[_Key, list[Share]], second_order: Sequence[range]) -> Iterable[_Edge]:
+    number = node._sequence_nr()
+    for slot, (below, output) in enumerate(node.next_functions):
+        if below is None:
+            continue
+        name = below.name()
+        key: _Key = id(below.variable) if name.endswith("AccumulateGrad") else (name, below._sequence_nr(), output)
+        for share in wanted.get(key, ()):
+            from_base = key != share.key
+            if from_base and not node.name().endswith("CopySlices"):
+                continue
+            if share.start <= number < share.end:
+                yield slot, share, from_base
+            elif any(number in made for made in second_order):
+                raise SiteError(
+                    f"{share.spot}: in a second-order backward the module's share of the gradient of its input cannot "
+                    "be told from that of others.\n  take the first-order one in a block of its own, or capture "
+                    "the grad_output of the module before"
+                )

@@ -1,0 +1,81 @@
+"""Waiting for the gradient of one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from unsum import hooks, inplace
+from unsum.errors import SiteError
+from unsum.picking import Spot
+
+Arrived = Callable[[Spot, Tensor], Tensor | None]
+
+
+class Watch:
+    """The hook on one tensor that waits for its gradient, and hands it on with its spot.
+
+    Holds no part of the graph: a hook that reached its own graph would never be collected.
+    """
+
+    __slots__ = ("_anchor", "_arrived", "_handle", "_moved", "_of_leaf", "_refusal", "fired", "spot")
+
+    def __init__(self, spot: Spot, tensor: Tensor, arrived: Arrived) -> None:
+        self.spot = spot
+        self.fired = self._moved = False
+        self._arrived: Arrived | None = arrived
+        self._anchor = inplace.anchor(tensor)
+        self._of_leaf = tensor._base is not None and tensor._base.is_leaf
+        self._refusal: str | None = None
+        self._handle = hooks.on_gradient(tensor, self._at_tensor)
+
+    def _at_tensor(self, grad: Tensor) -> Tensor | None:
+        return None if self._moved else self._hand_on(grad)
+
+    def _at_base(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+        """The same, where the view was changed in place and its base stands for it."""
+        anchor = self._anchor
+        assert anchor is not None
+        grad = grads[anchor.output]
+        new = None if grad is None else self._hand_on(anchor.to_view(grad))
+        if new is None:
+            return None
+        return (*grads[: anchor.output], anchor.to_base(new), *grads[anchor.output + 1 :])
+
+    def _hand_on(self, grad: Tensor | None) -> Tensor | None:
+        if self._refusal is not None:
+            raise SiteError(f"{self.spot}: {self._refusal}")
+        if grad is None or self._arrived is None:  # a custom autograd.Function may return None
+            return None
+        self.fired = True
+        if self._of_leaf:  # torch is about to make this memory the leaf's .grad, and to add to it next time
+            grad = grad.clone()
+        return self._arrived(self.spot, grad)
+
+    def follow_changes(self, roots: Sequence[Any]) -> None:
+        """Before a backward from `roots`: if the tensor was changed in place, wait where its gradient will be."""
+        if self._anchor is None or self._moved or not self._anchor.changed():
+            return
+        try:
+            node = self._anchor.find(roots)
+        except inplace.LostError as why:
+            raise SiteError(
+                f"{self.spot}: the tensor was changed in place afterwards, and the gradient of its old value cannot "
+                f"be told from others: {why}.\n  change it out of place (y = y + 1; inplace=False), or take the "
+                "gradient at another site"
+            ) from None
+        if node is not None:
+            self._handle.remove()
+            self._handle, self._moved = hooks.on_node(node, self._at_base), True
+
+    def is_dead(self) -> bool:
+        """Whether the graph is gone without a backward."""
+        return hooks.is_dead(self._handle)
+
+    def let_go(self, refusal: str | None = None) -> None:
+        """Stop. With a refusal the hook stays in the graph, to raise if that is walked after all."""
+        self._arrived, self._refusal = None, refusal
+        if refusal is None:
+            self._handle.remove()

@@ -1,0 +1,337 @@
+"""The options of capture, and how what was captured is read."""
+
+import gc
+import tracemalloc
+
+import pytest
+import torch
+from reference import per_sample_gradients
+from torch import nn
+from torch.nn import functional as F
+
+import unsum
+from unsum.errors import OptionError, SiteError, UnknownSite
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x, mask=None):
+        h = torch.tanh(self.fc1(x))
+        return self.fc2(h if mask is None else h * mask)
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+X = torch.randn(5, 6, 4, generator=torch.Generator().manual_seed(1))
+
+
+def test_the_two_factors_give_the_gradient_of_each_sample(net):
+    """The point of the whole library, in its smallest form: against one sample at a time in float64."""
+    y = torch.randn(5, 6, 2)
+    truth = per_sample_gradients(net, lambda m, x, y: (m(x) - y).square().sum(), X, y)
+    with unsum.capture(net, "*:input", "*:grad_output") as got:
+        (net(X) - y).square().sum().backward()
+    for name in ("fc1", "fc2"):
+        ours = torch.einsum("nto,nti->noi", got[f"{name}:grad_output"], got[f"{name}:input"])
+        torch.testing.assert_close(ours.double(), truth[f"{name}.weight"], atol=1e-4, rtol=1e-4)
+
+
+def test_values_are_readable_inside_the_block_as_soon_as_they_are_there(net):
+    with unsum.capture(net, "fc1:output", "fc1:grad_output") as got:
+        assert "fc1:output" not in got
+        with pytest.raises(KeyError):
+            got["fc1:output"]
+        out = net(X)
+        assert got["fc1:output"].shape == (5, 6, 3)
+        with pytest.raises(KeyError, match="nothing has come yet"):
+            got["fc1:grad_output"]
+        out.sum().backward()
+        assert got["fc1:grad_output"].shape == (5, 6, 3)
+    assert "fc1:output" in got
+
+
+def test_values_are_detached_and_share_memory_by_reference(net):
+    with unsum.capture(net, "fc2:output") as got:
+        out = net(X)
+    assert not got["fc2:output"].requires_grad
+    assert got["fc2:output"].data_ptr() == out.data_ptr()
+    with unsum.capture(net, "fc2:output", keep="clone") as got:
+        out = net(X)
+    assert got["fc2:output"].data_ptr() != out.data_ptr()
+    assert torch.equal(got["fc2:output"], out)
+
+
+def test_a_loss_on_activations(net):
+    """Seed 000's regularisers."""
+    with unsum.capture(net, "fc1:output", keep="graph") as got:
+        out = net(X)
+        (out.square().sum() + 0.1 * got["fc1:output"].abs().sum()).backward()
+    h = F.linear(X, net.fc1.weight, net.fc1.bias)
+    loss = net.fc2(torch.tanh(h)).square().sum() + 0.1 * h.abs().sum()
+    (truth,) = torch.autograd.grad(loss, net.fc1.weight)
+    torch.testing.assert_close(net.fc1.weight.grad, truth)
+
+
+def test_dtype_slice_and_device(net):
+    with unsum.capture(net, "fc1:output", "fc1:grad_output", dtype=torch.float64, slice=(slice(None), -1)) as got:
+        net(X).sum().backward()
+    assert got["fc1:output"].dtype == got["fc1:grad_output"].dtype == torch.float64
+    assert torch.equal(got["fc1:output"].float(), net.fc1(X)[:, -1])
+    with unsum.capture(net, "fc1:output", slice=0) as got:
+        net(X)
+    assert got["fc1:output"].untyped_storage().nbytes() == 6 * 3 * 4  # the rest is not kept
+    with unsum.capture(net, "fc1:output", to="meta") as got:
+        net(X)
+    assert got["fc1:output"].device.type == "meta"
+    with unsum.capture(net, "fc1:output", to="cpu") as got:
+        net(X)
+    assert torch.equal(got["fc1:output"], net.fc1(X))
+
+
+def test_reductions_are_computed_at_the_place(net):
+    with unsum.capture(net, "fc1:output", "fc1:grad_output", "fc1.weight:grad", reduce="norm") as got:
+        net(X).sum().backward()
+    torch.testing.assert_close(got["fc1:output"], net.fc1(X).norm().detach())
+    torch.testing.assert_close(got["fc1.weight:grad"], net.fc1.weight.grad.norm())
+    assert got["fc1:grad_output"].shape == ()
+    with unsum.capture(net, "fc1:output", reduce="mean") as got:
+        net(X.bfloat16().float())
+    assert got["fc1:output"].dtype == torch.float32
+    with unsum.capture(net, "fc1:output", reduce=lambda t: t.amax().item()) as got:
+        net(X)
+    assert got["fc1:output"] == net.fc1(X).amax().item()
+    with unsum.capture(net, "fc1:output", reduce=lambda t: t[0, 0]) as got:
+        net(X)
+    assert got["fc1:output"].untyped_storage().nbytes() == 3 * 4
+
+
+def test_nan_and_inf_are_counted_not_dropped(net):
+    x = X.clone()
+    x[0, 0, 0], x[1, 1, 1] = float("nan"), float("inf")
+    with unsum.capture(net, "fc1:input", "fc2:input", reduce="finite") as got:
+        net(x)
+    assert got["fc1:input"] == unsum.keeping.Finite(nan=1, inf=1, total=120)
+    assert not got["fc1:input"]
+    assert got["fc2:input"].nan >= 3
+    with unsum.capture(net, "fc1:input", reduce="mean") as got:
+        net(x)
+    assert got["fc1:input"].isnan()
+    with unsum.capture(net, "fc1:input", reduce="finite") as got:
+        net(X)
+    assert got["fc1:input"]
+
+
+def test_half_precision_is_reduced_in_float32():
+    big = nn.Sequential(nn.Identity())
+    with unsum.capture(big, "0:output", reduce="norm") as got:
+        big(torch.full((1000,), 300.0, dtype=torch.float16))
+    torch.testing.assert_close(got["0:output"], torch.tensor(300 * 1000**0.5))
+
+
+def test_stop_ends_the_forward_after_the_last_site(net):
+    ran = []
+    net.fc2.register_forward_hook(lambda *_: ran.append("fc2"))
+    after = False
+    with unsum.capture(net, "fc1:output", stop=True) as got:
+        net(X)
+        after = True
+    assert not ran and not after
+    assert got["fc1:output"].shape == (5, 6, 3)
+    with unsum.capture(net, "fc*:input", "fc2:grad_output", stop=True) as got:
+        net(X).sum().backward()
+        after = True
+    assert not after
+    assert net.fc1.weight.grad is None
+    assert len(got) == 3
+
+
+def test_stop_passes_through_the_models_own_handlers():
+    class Careful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x):
+            try:
+                return self.fc(x)
+            except Exception:
+                return None
+
+    net = Careful()
+    with unsum.capture(net, "fc:output", stop=True):
+        with unsum.capture(net, "fc:input", missing="ignore"):
+            net(X)
+            raise AssertionError("not reached")
+
+
+def test_stop_waits_for_the_call_that_was_asked_for(net):
+    with unsum.capture(net, "fc1:output@2", stop=True) as got:
+        for k in range(5):
+            net(X + k)
+    assert torch.equal(got["fc1:output@2"], net.fc1(X + 2))
+    assert k == 2
+
+
+def test_keyword_and_nested_inputs(net):
+    mask = torch.ones(3, requires_grad=True)
+    with unsum.capture(net, ":input", ":input.mask", ":grad_input.mask") as got:
+        net(X, mask=mask).sum().backward()
+    assert got[":input"].shape == X.shape
+    assert torch.equal(got[":input.mask"], mask)
+    assert torch.equal(got[":input[1]"], mask)  # its place, though it was given by name
+    assert torch.equal(got[":grad_input.mask"], mask.grad)
+    with unsum.capture(net, ":input.mask", ":input[0]") as got:
+        net(X, mask)
+    assert torch.equal(got[":input.mask"], mask)
+    with unsum.capture(net, ":input[1]") as got:
+        net(x=X, mask=mask)
+    assert torch.equal(got[":input[1]"], mask)
+    with pytest.raises(SiteError, match=r":input.mask.*it has: \[0\]"):
+        with unsum.capture(net, ":input.mask"):
+            net(X)
+
+
+def test_a_site_that_holds_several_tensors_is_read_by_their_names():
+    net = nn.Sequential(nn.LSTM(4, 3))
+    with unsum.capture(net, "0:output", "0:grad_output") as got:
+        out, (h, c) = net(X)
+        (out.sum() + 2 * c.sum()).backward()
+    with pytest.raises(SiteError, match=r"3 tensors.*'0:output\[0\]', '0:output\[1\]\[0\]'"):
+        got["0:output"]
+    assert torch.equal(got["0:output[1][1]"], c)
+    assert torch.equal(got["0:output[1][0]"], h)
+    assert (got["0:grad_output[1][1]"] == 2).all()
+    assert got.keys()[:3] == ["0:output[0]", "0:output[1][0]", "0:output[1][1]"]
+    with pytest.raises(SiteError, match=r"0:output\[7\].*it has: \[0\], \[1\]\[0\]"):
+        with unsum.capture(net, "0:output[7]"):
+            net(X)
+
+
+def test_reading_what_is_not_there_says_what_is(net):
+    with unsum.capture(net, "fc1:output", "fc2:input") as got:
+        net(X)
+        net(X)
+    with pytest.raises(UnknownSite, match="fc1:input: was not asked for"):
+        got["fc1:input"]
+    with pytest.raises(KeyError, match="near: 'fc1:output'"):
+        got["fc11:output"]
+    with pytest.raises(SiteError, match="fits 1 sites|2 calls"):
+        got["fc1*:output"]
+    with pytest.raises(KeyError, match="called 2 times"):
+        got["fc1:output@5"]
+    with pytest.raises(SiteError, match="kinds are"):
+        got["fc1"]
+    assert got.keys() == ["fc1:output@0", "fc2:input@0", "fc1:output@1", "fc2:input@1"]
+    assert all(torch.equal(got[name], value) for name, value in got.items())
+    assert len(got) == 4
+    assert "fc1:output" in got and "nonsense" not in got
+
+
+def test_a_glob_that_fits_several_sites_is_read_through_items(net):
+    with unsum.capture(net, "fc*:output") as got:
+        net(X)
+    with pytest.raises(SiteError, match="fits 2 sites"):
+        got["fc*:output"]
+    assert [name for name, _ in got.items()] == ["fc1:output", "fc2:output"]
+    assert len(got.calls("fc*:output")) == 2
+    assert "fc1:output" in repr(got)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"keep": "copy"}, {"reduce": "median"}, {"missing": "warn"}, {"scaler": "none"}],
+    ids=str,
+)
+def test_an_option_that_makes_no_sense_is_an_error(net, options):
+    with pytest.raises(OptionError, match=next(iter(options))):
+        with unsum.capture(net, "fc1:grad_output", **options):
+            net(X).sum().backward()
+    with pytest.raises(SiteError, match="at least one site"):
+        unsum.capture(net)
+
+
+def test_a_capture_can_be_opened_again_but_not_twice_at_once(net):
+    block = unsum.capture(net, "fc1:output")
+    with block as first:
+        net(X)
+        with pytest.raises(SiteError, match="open already"):
+            block.__enter__()
+    with block as second:
+        net(X)
+    assert first is not second
+    assert len(first.calls("fc1:output")) == len(second.calls("fc1:output")) == 1
+
+
+def test_the_scale_of_a_grad_scaler_is_taken_out(net):
+    with unsum.capture(net, "fc1:grad_output", "fc1.weight:grad") as truth:
+        net(X).sum().backward()
+    for scaler in (
+        torch.amp.GradScaler("cpu", init_scale=2.0**12),
+        2.0**12,
+        torch.amp.GradScaler("cpu", enabled=False),
+    ):
+        net.zero_grad()
+        with unsum.capture(net, "fc1:grad_output", "fc1.weight:grad", scaler=scaler) as got:
+            loss = net(X).sum()
+            (loss * scaler if isinstance(scaler, float) else scaler.scale(loss)).backward()
+        for site, value in truth.items():
+            torch.testing.assert_close(got[site], value)
+
+
+def test_a_half_precision_gradient_does_not_underflow_when_the_scale_is_taken_out():
+    net = nn.Sequential(nn.Identity())
+    x = torch.ones(3, dtype=torch.float16, requires_grad=True)
+    with unsum.capture(net, "0:grad_output", scaler=2.0**16) as got:
+        (net(x) * 1e-3).sum().backward()
+    assert got["0:grad_output"].dtype == torch.float32
+    assert (got["0:grad_output"] > 0).all()
+
+
+def test_a_trace_tells_calls_and_backwards_apart(net):
+    with unsum.capture(net, "fc1:output", "fc1:grad_output", "fc1.weight:grad") as got:
+        net(X).sum().backward()
+        net(X).sum().backward()
+    lines = str(got.trace()).splitlines()
+    assert [line.split("  ")[0].strip() for line in lines] == ["fc1:output", "fc1:grad_output", "fc1.weight:grad"] * 2
+    assert "call 1" in lines[3] and "backward 2" in lines[4]
+    assert got.trace()[1].direction == "backward"
+    assert len(got.trace()) == 6
+    assert str(unsum.trace.Trace([])) == ""
+
+
+def test_no_growth_of_memory_over_200_steps(net):
+    def steps(count):
+        for _ in range(count):
+            with unsum.capture(net, "*:input", "*:grad_output", "*:grad_input", "*:grad", missing="ignore"):
+                net(X).sum().backward()
+        gc.collect()
+
+    steps(20)
+    tracemalloc.start()
+    start = tracemalloc.get_traced_memory()[0]
+    steps(200)
+    grown = tracemalloc.get_traced_memory()[0] - start
+    tracemalloc.stop()
+    assert grown < 50_000  # bytes; one step's records alone are more than a thousand
+
+
+def test_no_growth_inside_one_long_block(net):
+    with unsum.edit(net, {"fc1:grad_output": unsum.scale(1.0), "fc2:output": unsum.scale(1.0)}):
+        for _ in range(20):
+            net(X).sum().backward()
+        gc.collect()
+        tracemalloc.start()
+        start = tracemalloc.get_traced_memory()[0]
+        for _ in range(200):
+            net(X).sum().backward()
+        gc.collect()
+        grown = tracemalloc.get_traced_memory()[0] - start
+        tracemalloc.stop()
+    assert grown < 50_000

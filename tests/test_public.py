@@ -1,0 +1,63 @@
+"""The public surface is what is listed, and the command line answers."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import unsum
+from unsum import cli
+
+
+def test_all_is_what_is_visible():
+    names = {n for n in vars(unsum) if not n.startswith("_")}
+    modules = {n for n in names if type(getattr(unsum, n)).__name__ == "module"}
+    assert names - modules | {"errors"} == set(unsum.__all__)
+
+
+def test_every_public_function_has_a_docstring_with_an_example():
+    for name in set(unsum.__all__) - {"errors"}:
+        assert ">>>" in (getattr(unsum, name).__doc__ or ""), name
+
+
+def test_the_errors_are_one_tree():
+    e = unsum.errors
+    for error in (e.SiteError, e.SamplesError, e.InteractionError, e.UnsupportedError, e.OptionError):
+        assert issubclass(error, e.UnsumError)
+    assert issubclass(e.UnknownSite, (e.SiteError, KeyError))
+
+
+def test_the_demo_prints_what_the_articles_show(capsys):
+    assert cli.main(["demo"]) == 0
+    told = capsys.readouterr().out
+    for figure in ("12 → 24", "60 → 20", "y used twice: 10", "(5, 6, 4)", "(5, 10)", "fc2.weight.grad: True"):
+        assert figure in told
+
+
+def test_sites_on_the_command_line(tmp_path, capsys):
+    file = tmp_path / "net.py"
+    file.write_text(
+        "from torch import nn\ndef make():\n    return nn.Sequential(nn.Linear(2, 3)), None, None\ndef no(): return 3\n"
+    )
+    assert cli.main(["sites", f"{file}:make"]) == 0
+    assert "Linear" in capsys.readouterr().out
+    assert cli.main(["sites", f"{file}:make", "*:output", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == ["0:output"]
+    for target in (
+        f"{file}:gone",
+        f"{file}:no",
+        "gone:make",
+        f"{tmp_path}/gone.py:make",
+        "nonsense",
+        "torch.nn:Linear",
+    ):
+        assert cli.main(["sites", target]) == 1
+        assert len(capsys.readouterr().err.splitlines()) == 1
+    assert cli.main(["sites", f"{file}:make", "1:output"]) == 1
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["sites", "--help"], ["demo", "--help"], ["--version"]], ids=str)
+def test_help(arguments):
+    done = subprocess.run([sys.executable, "-m", "unsum", *arguments], capture_output=True, text=True, check=True)
+    assert "unsum" in done.stdout

@@ -1,0 +1,137 @@
+"""Under torch.compile, DDP and FSDP2 the names are those of the user's own model, and what flows is seen."""
+
+import os
+import socket
+import tempfile
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import unsum
+from unsum.errors import SiteError, UnsupportedError
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+SITES = ["0:input", "0:output", "2:grad_input", "2:grad_output", "2.weight:grad", ":output"]
+
+
+def captured(model, x, *, call=None):
+    with unsum.capture(model, *SITES) as got:
+        (call or model)(x).square().sum().backward()
+    return {site: got[site] for site in SITES}
+
+
+def test_a_wrapper_does_not_show_in_the_names():
+    model = make()
+    model[2] = checkpoint_wrapper(model[2])
+    wrapped = torch.compile(nn.DataParallel(model), backend="eager")
+    assert list(unsum.sites(wrapped)) == list(unsum.sites(make()))
+    with pytest.raises(SiteError, match="near: '0:output'"):
+        with unsum.capture(wrapped, "module.0:output"):
+            pass
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["compiled in the block", "compiled and called before"])
+@pytest.mark.parametrize("how", ["torch.compile", "model.compile()", "a function that calls it", "a part of it"])
+def test_a_compiled_model_shows_what_flows(how, before):
+    x, plain = torch.randn(3, 4), make()
+    truth = captured(plain, x)
+    model = make()
+    run = model
+    if how == "torch.compile":
+        run = torch.compile(model, backend="aot_eager")
+    elif how == "model.compile()":
+        model.compile(backend="aot_eager")
+    elif how == "a part of it":
+        model[0] = torch.compile(model[0], backend="aot_eager")
+    else:
+        run = torch.compile(lambda x: model(x), backend="aot_eager")
+    if before:
+        run(x).sum().backward()
+        model.zero_grad()
+    got = captured(model, x, call=run)
+    for site, value in truth.items():
+        assert torch.equal(got[site], value), site
+    with unsum.edit(model, {"0:output": unsum.zero()}):
+        edited = run(x)
+    assert torch.equal(edited, plain[2](torch.zeros(3, 4)))
+    # After the block the compiled code is in force again, and knows nothing of the edit.
+    torch.testing.assert_close(run(x), plain(x))
+    torch._dynamo.reset()
+
+
+def test_a_model_that_is_exported_inside_a_block_is_refused():
+    model = make()
+    with pytest.raises((UnsupportedError, RuntimeError, torch._dynamo.exc.TorchDynamoException), match=r"compiled|0:"):
+        with unsum.capture(model, "0:output"):
+            torch.export.export(model, (torch.randn(3, 4),), strict=True)
+
+
+def _free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _worker(rank, port, kind, folder):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        torch.manual_seed(1)
+        x = torch.randn(2, 3, 4)[rank]
+        plain = make()
+        truth = captured(plain, x)
+        model = make()
+        if kind == "ddp":
+            wrapped = nn.parallel.DistributedDataParallel(model)
+        else:
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = dist.init_device_mesh("cpu", (2,))
+            for layer in (model[0], model[2]):
+                fully_shard(layer, mesh=mesh)
+            wrapped = fully_shard(model, mesh=mesh)
+        names = [site for site in SITES if kind == "ddp" or not site.endswith(":grad")]
+        with unsum.capture(wrapped, *names) as got:
+            wrapped(x).square().sum().backward()
+        for site in names:
+            torch.testing.assert_close(got[site], truth[site], msg=site)  # the rank's own, before any averaging
+        with unsum.edit(wrapped, {"0:output": unsum.zero()}):
+            edited = wrapped(x)
+        torch.testing.assert_close(edited, plain[2](torch.zeros(3, 4)))
+        if kind == "ddp":
+            grads = [torch.zeros_like(plain[2].weight.grad) for _ in range(2)]
+            dist.all_gather(grads, plain[2].weight.grad)
+            torch.testing.assert_close(model[2].weight.grad, sum(grads) / 2)
+        else:
+            with pytest.raises(SiteError, match=r"0\.weight:grad.*sharded"):
+                with unsum.capture(wrapped, "0.weight:grad"):
+                    wrapped(x).sum().backward()
+        with open(f"{folder}/{rank}", "w") as file:
+            file.write("fine")
+    except BaseException:
+        with open(f"{folder}/{rank}", "w") as file:
+            file.write(traceback.format_exc())
+    finally:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_processes(kind):
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_worker, args=(_free_port(), kind, folder), nprocs=2)
+        for rank in range(2):
+            with open(f"{folder}/{rank}") as file:
+                told = file.read()
+            assert told == "fine", told
