@@ -12,6 +12,7 @@ from unsum.errors import SiteError, UnknownSite
 from unsum.flow import Flow
 from unsum.keeping import Kept
 from unsum.picking import Spot, other_name
+from unsum.silence import why
 from unsum.sites import Asked, Place, Site, parse, site_name
 from unsum.trace import Event, Trace
 from unsum.types import Path
@@ -159,8 +160,8 @@ class Captured:
         return spot.kind in ("input", "grad_input") and other_name(spot.place, path) == spot.path
 
     def _why_nothing(self, site: Site, places: list[Place]) -> str:
-        why = self._flow.why_silent(places[0], site)
-        if self._flow.is_open and self._flow.calls.count(places[0]) and why.startswith("no "):
-            why = "nothing has come yet"
+        reason = why(self._flow, places[0], site)
+        if self._flow.is_open and self._flow.calls.count(places[0]) and reason.startswith("no "):
+            reason = "nothing has come yet"
         have = ", ".join(map(repr, self.keys()[:8])) or "nothing"
-        return f"{site}: nothing was captured: {why}\n  captured so far: {have}"
+        return f"{site}: nothing was captured: {reason}\n  captured so far: {have}"

@@ -13,27 +13,24 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from unsum import hooks
+from unsum.alias import aliases
 from unsum.errors import SiteError, UnsupportedError
 from unsum.nested import leaves, put
 from unsum.picking import NothingThereError, Spot, pick
 from unsum.recompute import Call, Calls
 from unsum.share import Collection, Share
-from unsum.sites import Names, Place, Site, why_not_called
+from unsum.sites import Names, Place, Site
 from unsum.types import Kind, Path, Step
 from unsum.watch import Watch
-
-# Aliases that blocks have made, each with its block and what it was made for: a module, or the name of a mark.
-_made_by: MutableMapping[Tensor, tuple[weakref.ref[Flow], Any]] = WeakIdKeyDictionary()
 
 
 class Receiver(Protocol):
@@ -167,6 +164,10 @@ class Flow:
         self._shares.clear()
         self._running.clear()
 
+    def note(self, place: Place, kind: Kind) -> str | None:
+        """What was seen at a place that can explain its silence."""
+        return self._notes.get((place, kind))
+
     @property
     def marked(self) -> list[str]:
         """The names of the tensors that were marked so far."""
@@ -209,10 +210,12 @@ class Flow:
         call, shares = running.pop()
         if call is None:
             return None
-        aliases = self._end_shares(place, call, shares, output) if shares else {}
-        new = self._pass(place, call, put(output, aliases), "output", "grad_output")
+        returned = self._end_shares(place, call, shares, output) if shares else {}
+        if returned:
+            output = put(output, returned)
+        new = self._pass(place, call, output, "output", "grad_output")
         self.receiver.called()
-        return put(output, aliases) if new is None and aliases else new
+        return output if new is None and returned else new
 
     def _end_shares(self, place: Place, call: Call, shares: list[Share], output: Any) -> dict[Path, Tensor]:
         """The module is left. Where it returns an input itself, its share comes through the output: by an alias."""
@@ -221,13 +224,13 @@ class Flow:
         returned = [(share, tensor) for _, tensor in leaves(output) for share in shares if share.is_of(tensor)]
         if not returned:
             return {}
-        aliases = self._aliases(place, call, output, [tensor for _, tensor in returned], always=False)
-        of = {id(tensor): aliases[path] for path, tensor in leaves(output) if path in aliases}
+        made = self._aliases(place, call, output, [tensor for _, tensor in returned], always=False)
+        of = {id(tensor): made[path] for path, tensor in leaves(output) if path in made}
         for share, tensor in returned:
             if not share.returned and id(tensor) in of:
                 share.returned = True
                 self._watches.append(Watch(share.spot, of[id(tensor)], partial(self._returned, share)))
-        return aliases
+        return made
 
     def _returned(self, share: Share, spot: Spot, grad: Tensor) -> None:
         self._collections[-1].add(share, grad)
@@ -305,21 +308,8 @@ class Flow:
     def _aliases(
         self, place: Place, call: Call, value: Any, tensors: Sequence[Tensor], *, always: bool
     ) -> dict[Path, Tensor]:
-        """Aliases for tensors that others use as well, the same one wherever the same tensor stands.
-
-        Blocks share one: then their hooks fire in the order in which the blocks were opened.
-        """
-        made: dict[int, Tensor] = {}
         key = place.name if place.thing is None else place.thing
-        for tensor in tensors:
-            if not tensor.requires_grad or id(tensor) in made or not (always or _is_older(tensor, call)):
-                continue
-            who, what = _made_by.get(tensor, (None, None))
-            if who is None or who() is self or what != key:
-                alias = tensor.view_as(tensor) if tensor.layout == torch.strided else torch.ops.aten.alias(tensor)
-                made[id(tensor)] = alias
-                _made_by[alias] = (weakref.ref(self), key)
-        return {path: made[id(tensor)] for path, tensor in leaves(value) if id(tensor) in made} if made else {}
+        return aliases(value, tensors, who=self, place=key, needed=lambda t: always or _is_older(t, call))
 
     # ---- backward -------------------------------------------------------------------------------------------------
 
@@ -369,27 +359,6 @@ class Flow:
                     watch.let_go()
             self._watches = [watch for watch in self._watches if not watch.fired]
             self._shares = [share for share in self._shares if not share.fired]
-
-    # ---- why nothing came -----------------------------------------------------------------------------------------
-
-    def why_silent(self, place: Place, site: Site) -> str:
-        """Why a place that was asked for never fired."""
-        if isinstance(place.thing, nn.Module) and not self.calls.count(place):
-            assert self.names is not None
-            return why_not_called(self.names, place)
-        if site.call is not None and site.call >= self.calls.count(place):
-            return f"it was called {self.calls.count(place)} times"
-        note = self._notes.get((place, site.kind))
-        if note is not None:
-            return note
-        if type(place.thing).__name__ == "DTensor":
-            return (
-                "the parameter is sharded, and FSDP writes its gradient itself; the layer's :input and :grad_output "
-                "are this rank's"
-            )
-        if not self.backwards:
-            return "no backward ran in this block"
-        return "no gradient reached it: it is not used in what was differentiated, or only detached"
 
 
 def _is_older(tensor: Tensor, call: Call) -> bool:

@@ -1,11 +1,14 @@
-"""The error at the end of a block for sites that were asked for and never fired."""
+"""Why a site that was asked for never fired, and the error at the end of a block that says so."""
 
 from __future__ import annotations
 
 import difflib
 
+from torch import nn
+
 from unsum.errors import SiteError
 from unsum.flow import Flow
+from unsum.sites import CONTAINERS, Names, Place, Site
 
 
 def complain(flow: Flow, fired: set[int], what: str) -> None:
@@ -18,12 +21,43 @@ def complain(flow: Flow, fired: set[int], what: str) -> None:
 def _line(flow: Flow, number: int) -> str:
     site, places = flow.asked[number], list(flow.places[number].values())
     if not places:
-        marked = [f"{name}:{site.kind}" for name in flow.marked]
-        near = difflib.get_close_matches(str(site), marked, 3, 0.3)
+        near = difflib.get_close_matches(str(site), [f"{name}:{site.kind}" for name in flow.marked], 3, 0.3)
         return f"{site}: no tensor was marked with this name in this block" + (
             f"; near: {', '.join(map(repr, near))}" if near else ""
         )
-    why = flow.why_silent(places[0], site)
+    reason = why(flow, places[0], site)
     if len(places) == 1:
-        return f"{site}: never fired: {why}"
-    return f"{site}: none of the {len(places)} sites that it names ever fired; {places[0].name}: {why}"
+        return f"{site}: never fired: {reason}"
+    return f"{site}: none of the {len(places)} sites that it names ever fired; {places[0].name}: {reason}"
+
+
+def why(flow: Flow, place: Place, site: Site) -> str:
+    """Why a place that was asked for has not fired."""
+    calls = flow.calls.count(place)
+    if isinstance(place.thing, nn.Module) and not calls:
+        assert flow.names is not None
+        return _not_called(flow.names, place)
+    if site.call is not None and site.call >= calls:
+        return f"it was called {calls} times"
+    if (note := flow.note(place, site.kind)) is not None:
+        return note
+    if type(place.thing).__name__ == "DTensor":
+        return (
+            "the parameter is sharded, and FSDP writes its gradient itself; the layer's :input and :grad_output are "
+            "this rank's"
+        )
+    if not flow.backwards:
+        return "no backward ran in this block"
+    return "no gradient reached it: it is not used in what was differentiated, or only detached"
+
+
+def _not_called(names: Names, place: Place) -> str:
+    above, _, own = place.name.rpartition(".")
+    if isinstance(place.thing, CONTAINERS):
+        return f"a {type(place.thing).__name__} is a container and is never called; name the modules in it"
+    if isinstance(names.modules.get(above), nn.MultiheadAttention):
+        return (
+            f"MultiheadAttention uses the weights of its {own} without calling it; '{above}:output[0]' is what comes "
+            "out of it"
+        )
+    return "it was not called through its module in this block (by this thread)"

@@ -36,7 +36,8 @@ _WRAPPERS = {
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
 }
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+# Modules that hold others and are never called themselves.
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class Names:
             found = {site.where: table[site.where]}
         else:
             for name, thing in table.items():
-                if isinstance(thing, _CONTAINERS):  # never called
+                if isinstance(thing, CONTAINERS):  # never called
                     continue
                 if self._fits(site, name) and not any(thing is other for other in found.values()):
                     found[name] = thing
@@ -187,19 +188,6 @@ def _named(module: nn.Module, name: str, above: set[int]) -> Iterator[tuple[str,
             yield from _named(unwrapped(child), full, above | {id(module)})
 
 
-def why_not_called(names: Names, place: Place) -> str:
-    """Why a module may never have been called though its parent was."""
-    parent = names.modules.get(place.name.rpartition(".")[0])
-    if isinstance(place.thing, _CONTAINERS):
-        return f"a {type(place.thing).__name__} is a container and is never called; name the modules in it"
-    if isinstance(parent, nn.MultiheadAttention):
-        above = place.name.rpartition(".")[0]
-        return f"MultiheadAttention uses the weights of its {place.name.rpartition('.')[2]} without calling it; " + (
-            f"'{above}:output[0]' is what comes out of it"
-        )
-    return "it was not called through its module in this block (by this thread)"
-
-
 class Sites:
     """The sites of a model: iterate over the names, or print it as a table."""
 
@@ -209,7 +197,7 @@ class Sites:
         wanted = [parse(a) for a in asked] if asked else None
         if wanted is None:
             for name, module in self._names.modules.items():
-                own = [] if isinstance(module, _CONTAINERS) else [f"{name}:{kind}" for kind in KINDS[:-1]]
+                own = [] if isinstance(module, CONTAINERS) else [f"{name}:{kind}" for kind in KINDS[:-1]]
                 own += [f"{p}:grad" for p, owner in self._names.owners.items() if owner == name]
                 if own:
                     self._rows[name] = own
