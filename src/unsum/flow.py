@@ -46,11 +46,14 @@ class Receiver(Protocol):
     def called(self) -> None: ...
 
 
+_Shares = list[tuple[Share, Tensor]]  # inputs of a call whose share of the gradient is wanted
+
+
 class _Running(NamedTuple):
-    """A call that has begun, with the inputs whose share of the gradient is wanted."""
+    """A call that has begun."""
 
     call: Call | None
-    shares: list[Share]
+    shares: _Shares
 
 
 class Flow:
@@ -217,11 +220,12 @@ class Flow:
         self.receiver.called()
         return output if new is None and returned else new
 
-    def _end_shares(self, place: Place, call: Call, shares: list[Share], output: Any) -> dict[Path, Tensor]:
+    def _end_shares(self, place: Place, call: Call, shares: _Shares, output: Any) -> dict[Path, Tensor]:
         """The module is left. Where it returns an input itself, its share comes through the output: by an alias."""
-        for share in shares:
-            share.close()
-        returned = [(share, tensor) for _, tensor in leaves(output) for share in shares if share.is_of(tensor)]
+        outputs = [tensor for _, tensor in leaves(output)]
+        for share, tensor in shares:
+            share.close(tensor, outputs)
+        returned = [(share, tensor) for tensor in outputs for share, _ in shares if share.is_of(tensor)]
         if not returned:
             return {}
         made = self._aliases(place, call, output, [tensor for _, tensor in returned], always=False)
@@ -249,7 +253,13 @@ class Flow:
         return tensor if new is None else new  # type: ignore[no-any-return]
 
     def _pass(
-        self, place: Place, call: Call, value: Any, kind: Kind, grad_kind: Kind, shares: list[Share] | None = None
+        self,
+        place: Place,
+        call: Call,
+        value: Any,
+        kind: Kind,
+        grad_kind: Kind,
+        shares: _Shares | None = None,
     ) -> Any:
         """Hand the tensors in `value` to the receiver, and wait for their gradients. What flows on, or None."""
         values = self._pick(place, kind, call, value)
@@ -259,7 +269,7 @@ class Flow:
             grads = []
         now: dict[Path, Tensor] = {}  # the tensors that flow on, where they differ
         if grads and shares is not None and not self._is_edited(place):
-            grads = self._share(place, call, grads, shares)
+            grads = self._share(call, grads, shares)
         elif grads:
             now = self._aliases(place, call, value, [tensor for _, tensor in grads], always=shares is not None)
         for spot, tensor in values:
@@ -292,17 +302,15 @@ class Flow:
     def _wants_gradients_of(self, thing: Any) -> bool:
         return any(place.thing is thing and "grad_input" in kinds for place, kinds in self._wants.items())
 
-    def _share(
-        self, place: Place, call: Call, grads: list[tuple[Spot, Tensor]], shares: list[Share]
-    ) -> list[tuple[Spot, Tensor]]:
+    def _share(self, call: Call, grads: list[tuple[Spot, Tensor]], shares: _Shares) -> list[tuple[Spot, Tensor]]:
         """Wait for the module's share of its inputs' gradients; what is left is to be watched itself."""
         left = []
         for spot, tensor in grads:
             if tensor.requires_grad:
-                shares.append(Share(spot, tensor, call.start))
+                shares.append((Share(spot, tensor, call.start), tensor))
             else:
                 left.append((spot, tensor))
-        self._shares += shares
+        self._shares += [share for share, _ in shares]
         return left
 
     def _aliases(

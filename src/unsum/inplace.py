@@ -23,19 +23,27 @@ class LostError(Exception):
     """The gradient of the old value cannot be told from others; the text says why."""
 
 
+class Changes:
+    """Tells whether the memory of a tensor has been changed in place since. Holds neither the memory nor the graph."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._counter = tensor.detach()
+        self._counter.data = tensor.new_empty(0)  # lets go of the memory, keeps the version counter
+        self._version = self._counter._version
+
+    def __bool__(self) -> bool:
+        return self._counter._version != self._version
+
+
 @dataclass(frozen=True)
 class Anchor:
     """Where to find the gradient of a view again. Holds no memory and no part of the graph."""
 
-    counter: Tensor  # empty, but shares the version counter
-    version: int
+    changes: Changes
     chain: tuple[NodeId, ...]  # the view's node, …, the base's; empty where the base cannot stand for the view
     output: int  # which output of the base's node
     base: tuple[torch.Size, tuple[int, ...]]
     view: tuple[torch.Size, tuple[int, ...], int]
-
-    def changed(self) -> bool:
-        return self.counter._version != self.version
 
     def find(self, roots: Sequence[Any]) -> Any | None:
         """The base's node in the graph below `roots`; None if it is not there. Raises LostError."""
@@ -72,12 +80,9 @@ def anchor(tensor: Tensor) -> Anchor | None:
     base = tensor._base
     if base is None or tensor.is_inference():
         return None
-    counter = tensor.detach()
-    counter.data = tensor.new_empty(0)  # lets go of the memory, keeps the counter
     whole = _is_whole(tensor, base)
     return Anchor(
-        counter=counter,
-        version=counter._version,
+        changes=Changes(tensor),
         chain=_chain(tensor.grad_fn, base.grad_fn) if whole else (),
         output=base.output_nr,
         base=(base.shape, base.stride()) if whole else (torch.Size(), ()),

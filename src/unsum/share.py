@@ -31,6 +31,11 @@ def _key(tensor: Tensor) -> _Key:
     return id(tensor) if node is None else (node.name(), node._sequence_nr(), tensor.output_nr)
 
 
+def _is_view_of(tensor: Tensor, other: Tensor) -> bool:
+    base = tensor._base
+    return base is not None and (base is other or base is other._base)
+
+
 class Share:
     """One input of one call, whose share of the gradient is wanted. Holds no part of the graph."""
 
@@ -41,6 +46,9 @@ class Share:
         self.start, self.end = start, start  # the numbers of the nodes made during the call
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.anchor = inplace.anchor(tensor)
+        self._changes = inplace.Changes(tensor)
+        # The output is a view of the input: if that memory is changed later on, the view's nodes leave the graph.
+        self.exposed: inplace.Changes | None = None
         self.leaf = weakref.ref(tensor) if tensor.grad_fn is None else None
         self.key = _key(tensor)
 
@@ -48,9 +56,11 @@ class Share:
         """Whether this is the input itself, as a module may return it."""
         return tensor.requires_grad and _key(tensor) == self.key
 
-    def close(self) -> None:
-        """The call has ended: what is made from now on is not part of it."""
+    def close(self, tensor: Tensor, outputs: Iterable[Tensor]) -> None:
+        """The call with this input has ended: what is made from now on is not part of it."""
         self.end = torch._C._autograd._get_sequence_nr()
+        if not self._changes and any(_is_view_of(output, tensor) for output in outputs if not self.is_of(output)):
+            self.exposed = inplace.Changes(tensor)
 
     def fitted(self, grad: Tensor, from_base: bool) -> Tensor:
         """A gradient as it comes out of a node, in the shape and dtype of the input."""
@@ -126,6 +136,12 @@ def _edges(node: Any, wanted: dict[_Key, list[Share]], second_order: Sequence[ra
         key: _Key = id(below.variable) if name.endswith("AccumulateGrad") else (name, below._sequence_nr(), output)
         for share in wanted.get(key, ()):
             from_base = key != share.key
+            if share.exposed:
+                raise SiteError(
+                    f"{share.spot}: the module returns a view of its input, which was changed in place afterwards: the "
+                    "module's share of the gradient cannot be told from that of others.\n  change it out of place "
+                    "(y = y + 1; inplace=False), or take the module's grad_output"
+                )
             if from_base and not node.name().endswith("CopySlices"):
                 continue
             if share.start <= number < share.end:

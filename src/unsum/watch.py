@@ -56,7 +56,7 @@ class Watch:
 
     def follow_changes(self, roots: Sequence[Any]) -> None:
         """Before a backward from `roots`: if the tensor was changed in place, wait where its gradient will be."""
-        if self._anchor is None or self._moved or not self._anchor.changed():
+        if self._anchor is None or self._moved or not self._anchor.changes:
             return
         try:
             node = self._anchor.find(roots)
