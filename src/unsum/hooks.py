@@ -15,6 +15,8 @@ eagerly (`torch.compiler.set_stance`).
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -171,7 +173,7 @@ def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any,
     retain_graph, create_graph = bool(args[1]), bool(args[2])
     begun: list[Block] = []
     failed = True
-    torch._C._stash_obj_in_tls(_KEY, blocks)
+    _stash(blocks)
     try:
         for block in blocks:
             begun.append(block)
@@ -180,13 +182,31 @@ def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any,
         failed = False
         return result
     finally:
-        # torch warns that an object left there when a thread ends can deadlock: always take ours back.
-        if outer is None:
-            torch._C._remove_obj_from_tls(_KEY)
-        else:
-            torch._C._stash_obj_in_tls(_KEY, outer)
+        _stash(outer)
         for block in begun:
             block.after_backward(failed=failed)
+
+
+def _stash(blocks: Sequence[Block] | None) -> None:
+    """Put the blocks where torch carries them to the threads that run this backward; None takes them away."""
+    if blocks is None and hasattr(torch._C, "_remove_obj_from_tls"):
+        # Torch warns that an object left there when a thread ends can deadlock. (2.11 cannot take it away.)
+        torch._C._remove_obj_from_tls(_KEY)
+        return
+    kept: Sequence[Block] = () if blocks is None else blocks
+    if _stash_borrows():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    torch._C._stash_obj_in_tls(_KEY, kept)
+
+
+@functools.cache
+def _stash_borrows() -> bool:
+    """Whether torch forgets to count the reference that it keeps (2.11 does), and later gives back one too many."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    torch._C._stash_obj_in_tls(f"{_KEY}.probe", probe)
+    return sys.getrefcount(probe) == before + 1
 
 
 def refuse_tracing(name: str) -> None:

@@ -1,0 +1,108 @@
+"""What is different on a GPU: worker threads of the engine, copies that do not wait, loss scaling in half precision."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import unsum
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+
+class Net(nn.Module):
+    def __init__(self, reentrant=None):
+        super().__init__()
+        self.fc1, self.fc2, self.reentrant = nn.Linear(64, 64), nn.Linear(64, 64), reentrant
+
+    def part(self, h):
+        return torch.tanh(self.fc2(torch.tanh(self.fc2(h))))
+
+    def forward(self, x):
+        h = self.fc1(x)
+        return self.part(h) if self.reentrant is None else checkpoint(self.part, h, use_reentrant=self.reentrant)
+
+
+SITES = ["fc1:grad_output", "fc2:input", "fc2:output", "fc2:grad_output", "fc2:grad_input", "fc2.weight:grad"]
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_the_engines_worker_threads_see_the_block(reentrant):
+    torch.manual_seed(0)
+    net, x = Net(reentrant).double(), torch.randn(8, 64, dtype=torch.float64)
+    with unsum.capture(net, *SITES) as truth:
+        net(x).square().sum().backward()
+    net.zero_grad()
+    net.cuda()
+    with unsum.capture(net, *SITES, to="cpu") as got:
+        net(x.cuda()).square().sum().backward()
+    for site in SITES:
+        for one, other in zip(got.calls(site), truth.calls(site), strict=True):
+            assert one.device.type == "cpu"
+            torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
+    with unsum.edit(net, {"fc2:output@1": unsum.scale(2.0), "fc2:grad_output@0": unsum.scale(3.0)}):
+        net.zero_grad()
+        net(x.cuda()).square().sum().backward()
+    edited = net.fc1.weight.grad.cpu()
+    net.cpu().zero_grad()
+    net.reentrant = None
+    with unsum.edit(net, {"fc2:output@1": unsum.scale(2.0), "fc2:grad_output@0": unsum.scale(3.0)}):
+        net(x).square().sum().backward()
+    torch.testing.assert_close(edited, net.fc1.weight.grad, atol=1e-9, rtol=1e-9)
+
+
+def test_a_copy_to_the_cpu_does_not_wait_and_is_right_when_read():
+    net, x = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 4096)).cuda(), torch.randn(4096, 4096, device="cuda")
+    for attempt in range(5):
+        with torch.no_grad(), unsum.capture(net, "0:output", to="cpu") as got:
+            torch.cuda._sleep(50_000_000)
+            net(x)
+        kept = next(iter(got._entries)).kept
+        if attempt:  # the first time, making the pinned memory waits
+            assert not kept.arrives.query()  # the device is still busy, and nobody has waited
+        torch.testing.assert_close(got["0:output"], net[0](x).detach().cpu())
+
+
+def test_nobody_waits_for_the_device_while_capturing():
+    net, x = Net().cuda(), torch.randn(8, 64, device="cuda")
+    scaler = torch.amp.GradScaler("cuda")
+    scaler.scale(torch.ones((), device="cuda"))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with unsum.capture(net, *SITES, scaler=scaler):
+            scaler.scale(net(x).sum()).backward()
+        with unsum.capture(net, *SITES, reduce="finite"), unsum.edit(net, {"fc1:grad_output": unsum.clip_norm(1.0)}):
+            net(x).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_gradients_under_autocast_and_a_grad_scaler():
+    torch.manual_seed(0)
+    net, x = Net().cuda(), torch.randn(8, 64, device="cuda")
+    scaler = torch.amp.GradScaler("cuda")
+    with unsum.capture(net, "fc1:grad_output", "fc1.weight:grad") as truth:
+        net(x).square().mean().backward()
+    net.zero_grad()
+    with unsum.capture(net, "fc1:grad_output", "fc1.weight:grad", scaler=scaler) as got:
+        with torch.autocast("cuda", torch.float16):
+            out = net(x)
+        scaler.scale(out.float().square().mean()).backward()
+    for site, value in truth.items():
+        assert got[site].dtype == torch.float32
+        assert (got[site] - value).norm() < 0.01 * value.norm()
+
+
+def test_a_tensor_on_another_device_is_an_error_that_names_the_site():
+    net = Net().cuda()
+    for verb in (unsum.replace(torch.zeros(8, 64)), unsum.add(torch.zeros(64)), lambda t: t.cpu()):
+        with pytest.raises(unsum.errors.SiteError, match="fc1:output.*cpu.*needs.*cuda"):
+            with unsum.edit(net, {"fc1:output": verb}):
+                net(torch.randn(8, 64, device="cuda"))
+
+
+def test_noise_from_a_generator_on_either_device():
+    net, x = Net().cuda(), torch.randn(8, 64, device="cuda")
+    for device in ("cpu", "cuda"):
+        with unsum.edit(net, {"fc1:output": unsum.noise(1.0, torch.Generator(device).manual_seed(0))}):
+            assert net(x).is_cuda
