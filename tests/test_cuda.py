@@ -57,7 +57,7 @@ def test_a_copy_to_the_cpu_does_not_wait_and_is_right_when_read():
         with torch.no_grad(), unsum.capture(net, "0:output", to="cpu") as got:
             torch.cuda._sleep(50_000_000)
             net(x)
-        kept = next(iter(got._entries)).kept
+        kept = got._entries[0].kept
         if attempt:  # the first time, making the pinned memory waits
             assert not kept.arrives.query()  # the device is still busy, and nobody has waited
         torch.testing.assert_close(got["0:output"], net[0](x).detach().cpu())

@@ -6,6 +6,7 @@ import gc
 import pickle
 import threading
 import warnings
+import weakref
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
@@ -585,6 +586,21 @@ def test_a_hook_that_outlives_its_block_does_nothing():
         loss = net(x).sum()
     loss.backward()
     assert got.calls("fc:grad_output") == [None]
+
+
+def test_what_was_captured_is_freed_as_soon_as_it_is_dropped():
+    net, x = Residual(), torch.randn(2, 4)
+    gc.collect()
+    gc.disable()
+    try:
+        with unsum.capture(net, "fc:output", "fc:grad_output", "fc:grad_input") as got:
+            net(x.requires_grad_()).sum().backward()
+        kept = [weakref.ref(value) for _, value in got.items()]
+        assert all(ref() is not None for ref in kept)
+        del got
+        assert [ref() for ref in kept] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_no_memory_is_kept_by_a_block_that_was_left():

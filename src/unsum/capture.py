@@ -16,7 +16,6 @@ from unsum.picking import Spot
 from unsum.recompute import Call
 from unsum.silence import complain
 from unsum.sites import Asked, Place, parse
-from unsum.trace import Event
 
 Missing = Literal["error", "ignore"]
 
@@ -48,25 +47,30 @@ class Capture:
         self._missing = missing
         self._stop = stop
         self._flow: Flow | None = None
+        self._got: Captured | None = None
 
     def __enter__(self) -> Captured:
-        if self._flow is not None and self._flow.is_open:
+        if self._flow is not None:
             raise SiteError("this capture is open already; make another one with unsum.capture(...)")
-        self._flow = Flow(self._model, self._asked, self)
-        self._got = Captured(self._flow)
+        flow = Flow(self._model, self._asked, self)
+        got = self._got = Captured(flow)
         self._parts: dict[tuple[Place, int], Entry] = {}
         self._fired: set[tuple[int, Place]] = set()
-        self._flow.open()
-        return self._got
+        flow.open()
+        self._flow = flow
+        return got
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        assert self._flow is not None
-        self._flow.close()
+        flow = self._flow
+        assert flow is not None
+        flow.close()
+        # Let go of what was captured: it must be freed as soon as the user drops it, without the garbage collector.
+        self._flow = self._got = None
         self._parts.clear()
         if error is None and self._missing == "error":
-            complain(self._flow, {number for number, _ in self._fired}, "captured")
+            complain(flow, {number for number, _ in self._fired}, "captured")
         return isinstance(error, _Stop) and error.capture is self
 
     # ---- receiving ------------------------------------------------------------------------------------------------
@@ -96,8 +100,9 @@ class Capture:
             self._stop_if_complete()
 
     def _add(self, spot: Spot, kept: Any, tensor: Tensor, backward: int | None) -> Entry:
-        entry = Entry(spot, kept, backward)
-        self._got._add(entry, Event(str(spot), spot.call, backward, tuple(tensor.shape), tensor.dtype))
+        entry = Entry(spot, kept, backward, tensor.shape, tensor.dtype)
+        assert self._got is not None
+        self._got.add(entry)
         for number in spot.asked:
             self._fired.add((number, spot.place))
         return entry

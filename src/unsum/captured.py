@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
+
 from unsum.errors import SiteError, UnknownSite
 from unsum.flow import Flow
 from unsum.keeping import Kept
@@ -15,7 +17,7 @@ from unsum.picking import Spot, other_name
 from unsum.silence import why
 from unsum.sites import Asked, Place, Site, parse, site_name
 from unsum.trace import Event, Trace
-from unsum.types import Path
+from unsum.types import Kind, Path
 
 
 @dataclass(slots=True)
@@ -24,7 +26,9 @@ class Entry:
 
     spot: Spot
     kept: Kept
-    backward: int | None
+    backward: int | None  # which one, counted from 1; None in the forward
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Captured:
@@ -37,11 +41,12 @@ class Captured:
     def __init__(self, flow: Flow) -> None:
         self._flow = flow
         self._entries: list[Entry] = []
-        self._events: list[Event] = []
+        self._by_place: dict[tuple[Place, Kind], list[Entry]] = {}
 
-    def _add(self, entry: Entry, event: Event) -> None:
+    def add(self, entry: Entry) -> None:
+        """Take in a value; for the capture that fills this."""
         self._entries.append(entry)
-        self._events.append(event)
+        self._by_place.setdefault((entry.spot.place, entry.spot.kind), []).append(entry)
 
     # ---- reading --------------------------------------------------------------------------------------------------
 
@@ -94,14 +99,12 @@ class Captured:
 
     def trace(self) -> Trace:
         """What fired, in order, forward and backward."""
-        return Trace(self._events)
+        return Trace([Event(str(e.spot), e.spot.call, e.backward, tuple(e.shape), e.dtype) for e in self._entries])
 
     def __repr__(self) -> str:
         lines = [f"captured: {len(self)} sites" + (" so far" if self._flow.is_open else "")]
-        for name in self.keys():
-            shapes = [str(e.shape) for e in self._events if e.site == name.split("@")[0]]
-            lines.append(f"  {name}  {shapes[0] if shapes else ''}")
-        return "\n".join(lines)
+        shapes = {self._name(entry): tuple(entry.shape) for entry in self._entries}
+        return "\n".join([*lines, *(f"  {name}  {shape}" for name, shape in shapes.items())])
 
     # ---- finding --------------------------------------------------------------------------------------------------
 
@@ -138,7 +141,7 @@ class Captured:
 
     def _of(self, place: Place, site: Site) -> list[Entry | None]:
         """The entries of one place, call by call and backward by backward; None for a call without a gradient."""
-        entries = [e for e in self._entries if e.spot.place is place and e.spot.kind == site.kind]
+        entries = self._by_place.get((place, site.kind), [])
         if site.call is not None:
             entries = [e for e in entries if e.spot.call == site.call]
         exact = [e for e in entries if self._is_at(e.spot, site.path)]

@@ -69,38 +69,38 @@ class Edit:
         self._flow: Flow | None = None
 
     def __enter__(self) -> Edit:
-        if self._flow is not None and self._flow.is_open:
+        if self._flow is not None:
             raise SiteError("this edit is open already; make another one with unsum.edit(...)")
-        self._flow = Flow(self._model, self._asked, self)
+        flow = Flow(self._model, self._asked, self)
         self._fired: set[int] = set()
         self._parts: set[tuple[str, int]] = set()
         self._checkpoints: WeakSet[Any] = WeakSet()  # those with an edit inside
         self._tripwires: list[_Tripwire] = []
         self._states: WeakKeyDictionary[Any, dict[Any, Tensor]] = WeakKeyDictionary()
-        self._flow.open()
+        flow.open()
+        self._flow = flow
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._flow is not None
-        self._flow.close()
+        flow = self._flow
+        assert flow is not None
+        flow.close()
+        self._flow = None
         for tripwire in self._tripwires:
             tripwire.armed = True
         self._tripwires.clear()
         if error is None:
-            self._refuse_unfinished()
+            self._refuse_unfinished(flow)
             if self._missing == "error":
-                complain(self._flow, self._fired, "reached")
+                complain(flow, self._fired, "reached")
 
-    def _refuse_unfinished(self) -> None:
-        assert self._flow is not None
-        waiting = [c for c in self._checkpoints if c not in self._flow.repeated]
-        if not waiting:
+    def _refuse_unfinished(self, flow: Flow) -> None:
+        if all(checkpoint in flow.repeated for checkpoint in self._checkpoints):
             return
-        del waiting
         gc.collect()  # a graph that nobody holds any more will not be walked
-        if any(c not in self._flow.repeated for c in self._checkpoints):
+        if any(checkpoint not in flow.repeated for checkpoint in self._checkpoints):
             names = ", ".join(str(site) for site in self._asked)
             raise SiteError(f"{names}: {_UNEDITED}")
 

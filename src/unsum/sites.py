@@ -9,10 +9,11 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import torch
@@ -111,12 +112,19 @@ class Names:
         self.modules: dict[str, nn.Module] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self.owners: dict[str, str] = {}  # parameter -> module
-        for name, module in _named(self.model, "", set()):
-            self.modules[name] = module
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    full = f"{name}.{key}" if name else key
-                    self.parameters[full], self.owners[full] = parameter, name
+        self._add(self.model, "", set())
+
+    def _add(self, module: nn.Module, name: str, above: set[nn.Module]) -> None:
+        self.modules[name] = module
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                full = f"{name}.{key}" if name else key
+                self.parameters[full], self.owners[full] = parameter, name
+        above.add(module)
+        for key, child in module._modules.items():
+            if child is not None and child not in above:
+                self._add(unwrapped(child), f"{name}.{key}" if name else key, above)
+        above.remove(module)
 
     def find(self, site: Site) -> dict[str, nn.Module] | dict[str, nn.Parameter]:
         """What a site names: one entry for each module or parameter. Raises where there is none."""
@@ -125,11 +133,12 @@ class Names:
         if isinstance(site.where, str) and site.where in table:
             found = {site.where: table[site.where]}
         else:
+            fits = self._matcher(site)
+            seen: set[int] = set()
             for name, thing in table.items():
-                if isinstance(thing, CONTAINERS):  # never called
-                    continue
-                if self._fits(site, name) and not any(thing is other for other in found.values()):
+                if fits(name) and id(thing) not in seen and not isinstance(thing, CONTAINERS):  # never called
                     found[name] = thing
+                    seen.add(id(thing))
         if not found:
             raise SiteError(self._unknown(site))
         for name, module in found.items():
@@ -140,13 +149,15 @@ class Names:
                 )
         return found
 
-    def _fits(self, site: Site, name: str) -> bool:
-        if isinstance(site.where, str):
-            return name != "" and fnmatchcase(name, site.where)
-        owner = self.owners[name] if site.kind == "grad" else name
-        if isinstance(site.where, type):
-            return isinstance(self.modules[owner], site.where)
-        return bool(site.where(owner, self.modules[owner]))
+    def _matcher(self, site: Site) -> Callable[[str], object]:
+        where = site.where
+        if isinstance(where, str):
+            glob = re.compile(fnmatch.translate(where)).match
+            return lambda name: name and glob(name)
+        owners = self.owners if site.kind == "grad" else {name: name for name in self.modules}
+        if isinstance(where, type):
+            return lambda name: isinstance(self.modules[owners[name]], where)
+        return lambda name: where(owners[name], self.modules[owners[name]])
 
     def _unknown(self, site: Site) -> str:
         lines = [f"no site {str(site)!r} in {type(self.model).__name__}."]
@@ -171,21 +182,19 @@ class Names:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module itself, out of whatever wraps it."""
-    while True:
-        for cls in type(module).__mro__:
-            if cls.__name__ in _WRAPPERS and cls.__module__.startswith("torch."):
-                module = getattr(module, _WRAPPERS[cls.__name__])
-                break
-        else:
-            return module
+    while (inside := _wrapped_in(type(module))) is not None:  # type: ignore[arg-type]
+        module = getattr(module, inside)
+    return module
 
 
-def _named(module: nn.Module, name: str, above: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    yield name, module
-    for key, child in module._modules.items():
-        if child is not None and id(child) not in above:
-            full = f"{name}.{key}" if name else key
-            yield from _named(unwrapped(child), full, above | {id(module)})
+@functools.cache
+def _wrapped_in(cls: type) -> str | None:
+    """The attribute that holds the model, if this is a class of wrappers."""
+    return next((_WRAPPERS[c.__name__] for c in cls.__mro__ if c.__name__ in _WRAPPERS and _is_torchs(c)), None)
+
+
+def _is_torchs(cls: type) -> bool:
+    return cls.__module__.startswith("torch.")
 
 
 class Sites:
