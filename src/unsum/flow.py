@@ -186,9 +186,11 @@ class Flow:
         if self not in hooks.here():
             return None
         hooks.refuse_tracing(place.name)
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor):
-                _ = value.grad_fn  # renews that of a stale view, so that its age is known to be before this call
+        kinds = self._wants[place]
+        if "grad_output" in kinds:
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, Tensor):
+                    _ = value.grad_fn  # renews that of a stale view, so that its age is known to be before this call
         call = self.calls.begin(place)
         running = _Running(call, [])
         self._running[place].append(running)
@@ -196,7 +198,6 @@ class Flow:
             return None
         if call.repeats is not None:
             self.repeated.add(call.repeats)
-        kinds = self._wants[place]
         if "input" not in kinds and "grad_input" not in kinds:
             return None
         inputs: dict[Step, Any] = dict(enumerate(args))
@@ -262,8 +263,9 @@ class Flow:
         shares: _Shares | None = None,
     ) -> Any:
         """Hand the tensors in `value` to the receiver, and wait for their gradients. What flows on, or None."""
-        values = self._pick(place, kind, call, value)
-        grads = self._pick(place, grad_kind, call, value) if call.real else []
+        kinds = self._wants[place]
+        values = self._pick(place, kind, call, value) if kind in kinds else ()
+        grads = self._pick(place, grad_kind, call, value) if grad_kind in kinds and call.real else []
         if grads and not torch.is_grad_enabled():  # nothing done now will be differentiated
             self._notes[place, grad_kind] = "it ran with gradients switched off (no_grad or inference_mode)"
             grads = []
@@ -282,10 +284,8 @@ class Flow:
         return put(value, now) if now else None
 
     def _pick(self, place: Place, kind: Kind, call: Call, value: Any) -> list[tuple[Spot, Tensor]]:
-        wanted = self._wants[place].get(kind)
-        if wanted is None:
-            return []
-        sites = [(n, self.asked[n]) for n in wanted if self.asked[n].call in (None, call.number)]
+        wanted = self._wants[place][kind]
+        sites = [(n, site) for n in wanted if (site := self.asked[n]).call is None or site.call == call.number]
         try:
             return pick(place, kind, call.number, value, sites, one=self.receiver.edits)
         except NothingThereError as why:

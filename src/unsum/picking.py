@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -33,13 +33,17 @@ class NothingThereError(Exception):
 
 
 def pick(
-    place: Place, kind: Kind, call: int, value: Any, sites: Iterable[tuple[int, Site]], *, one: bool
+    place: Place, kind: Kind, call: int, value: Any, sites: Sequence[tuple[int, Site]], *, one: bool
 ) -> list[tuple[Spot, Tensor]]:
     """The tensors of `value` that these numbered sites ask for. Raises NothingThereError where there is none.
 
     A site without a path means every tensor of an output (with `one`, there must be a single one), and the first of the
     arguments.
     """
+    first = _first_path(kind, value)
+    if first is not None and all(not site.path for _, site in sites):  # the ordinary case: a tensor, asked for plainly
+        tensor = value if first == () else value[0]
+        return [(Spot(place, kind, call, first, (), tuple([number for number, _ in sites])), tensor)] if sites else []
     found: dict[Path, tuple[Spot, Tensor]] = {}
     for number, site in sites:
         for path, shown, tensor in _tensors(place, site, value, one):
@@ -50,6 +54,13 @@ def pick(
                 spot = Spot(place, kind, call, path, shown, (*known.asked, number))
             found[path] = spot, tensor
     return list(found.values())
+
+
+def _first_path(kind: Kind, value: Any) -> Path | None:
+    """Where the tensor is that a plain site means, if that can be seen at a glance."""
+    if kind in ("output", "grad_output"):
+        return () if isinstance(value, Tensor) else None
+    return (0,) if isinstance(value.get(0), Tensor) else None
 
 
 def _tensors(place: Place, site: Site, value: Any, one: bool) -> list[tuple[Path, Path, Tensor]]:
