@@ -142,20 +142,25 @@ def capture(
 
     Nothing that the model computes is changed: outputs and gradients are bit for bit those of a run without.
 
-    keep: "reference" keeps the tensor itself, detached, and refuses to show it once it was changed in place; "clone"
-        copies it; "graph" keeps it attached, so that a loss can be put on it.
-    to, dtype: where and as what to keep it. From CUDA to the CPU the copy does not wait.
-    slice: keep `tensor[slice]` only.
-    reduce: keep only what this callable makes of the tensor, or "norm", "mean" (both NaN where there is a NaN), or
-        "finite" (how many elements are NaN or infinite).
-    missing: "ignore" accepts sites that never fire; "error" says at the end which and why.
-    stop: leave the block as soon as every site has fired.
-    scaler: a GradScaler whose scale is to be taken out of the gradients.
+    Args:
+        model: Any module, also wrapped or compiled.
+        sites: Where: `"fc1:input"`, `"blocks.*.mlp:grad_output"`, `(nn.Linear, "output")`, `"fc1.weight:grad"`.
+        keep: "reference" keeps the tensor itself, detached, and refuses to show it once it was changed in place;
+            "clone" copies it; "graph" keeps it attached, so that a loss can be put on it.
+        to: On which device to keep it. From CUDA to the CPU the copy does not wait.
+        dtype: As what to keep it.
+        slice: Keep `tensor[slice]` only.
+        reduce: Keep only what this callable makes of the tensor, or "norm", "mean" (both NaN where there is a NaN), or
+            "finite" (how many elements are NaN or infinite).
+        missing: "ignore" accepts sites that never fire; "error" says at the end which and why.
+        stop: Leave the block as soon as every site has fired.
+        scaler: A GradScaler whose scale is to be taken out of the gradients.
 
-    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
-    >>> with capture(model, "0:input", "2:grad_output") as got:
-    ...     model(torch.ones(5, 2)).sum().backward()
-    >>> got["0:input"].shape, got["2:grad_output"].shape
-    (torch.Size([5, 2]), torch.Size([5, 1]))
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+        >>> with capture(model, "0:input", "2:grad_output") as got:
+        ...     model(torch.ones(5, 2)).sum().backward()
+        >>> got["0:input"].shape, got["2:grad_output"].shape
+        (torch.Size([5, 2]), torch.Size([5, 1]))
     """
     return Capture(model, sites, Keeping(keep, to, dtype, slice, reduce, scaler), missing, stop)

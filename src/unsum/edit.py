@@ -208,20 +208,21 @@ def edit(
 ) -> Edit:
     """Change what flows at sites of `model` while the block is open (`None`: at tensors named with `unsum.mark`).
 
-    edits: for each site a verb (`unsum.scale(2.0)`), a function from a tensor to a tensor of the same shape, dtype and
-        device, or a list of them, done in order.
-    missing: "ignore" accepts sites that are never reached; "error" says at the end which and why.
-    scaler: a GradScaler; gradients are edited without its scale.
-
     Gradients follow the edited values. An edited output may be differentiated after the block, but not inside a
     checkpoint; a gradient edit may not.
 
-    >>> model = nn.Linear(2, 1, bias=False)
-    >>> with edit(nn.Sequential(model), {"0:output": lambda t: t + 1}):
-    ...     pass
-    Traceback (most recent call last):
-        ...
-    unsum.errors.SiteError: 0:output: never fired: it was not called through its module in this block (by this thread)
-      missing="ignore" accepts sites that are never reached
+    Args:
+        model: Any module, also wrapped or compiled.
+        edits: For each site a verb (`unsum.scale(2.0)`), a function from a tensor to a tensor of the same shape, dtype
+            and device, or a list of them, done in order.
+        missing: "ignore" accepts sites that are never reached; "error" says at the end which and why.
+        scaler: A GradScaler; gradients are edited without its scale.
+
+    Examples:
+        >>> from unsum.verbs import add, zero
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+        >>> with edit(model, {"0:output": [zero(), add(5.0)]}):
+        ...     print(model(torch.ones(1, 2)))
+        tensor([[5., 5., 5.]], grad_fn=<ReluBackward0>)
     """
     return Edit(model, edits, missing, scaler)

@@ -20,10 +20,11 @@ Reduce = Callable[[Tensor], Any] | Literal["norm", "mean", "finite"]
 class Finite:
     """How many elements are not finite. True where all are.
 
-    >>> Finite(nan=1, inf=0, total=6)
-    Finite(nan=1, inf=0, total=6)
-    >>> bool(Finite(nan=0, inf=0, total=6))
-    True
+    Examples:
+        >>> Finite(nan=1, inf=0, total=6)
+        Finite(nan=1, inf=0, total=6)
+        >>> bool(Finite(nan=0, inf=0, total=6))
+        True
     """
 
     nan: int

@@ -13,13 +13,14 @@ def mark(tensor: Tensor, name: str) -> Tensor:
     """Name a tensor in your own code; `capture(None, "name:output", "name:grad_output")` and `edit(None, ...)` then
     find it. Use what it returns. Costs nothing while no such block is open.
 
-    >>> import torch, unsum
-    >>> x = torch.tensor(2.0, requires_grad=True)
-    >>> with unsum.capture(None, "y:grad_output") as got:
-    ...     y = unsum.mark(x**2, "y")
-    ...     (y * 3).backward()
-    >>> got["y:grad_output"]
-    tensor(3.)
+    Examples:
+        >>> import torch, unsum
+        >>> x = torch.tensor(2.0, requires_grad=True)
+        >>> with unsum.capture(None, "y:grad_output") as got:
+        ...     y = unsum.mark(x**2, "y")
+        ...     (y * 3).backward()
+        >>> got["y:grad_output"]
+        tensor(3.)
     """
     if not isinstance(tensor, Tensor):
         raise SiteError(f"mark names a tensor, got {type(tensor).__name__}")

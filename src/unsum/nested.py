@@ -24,8 +24,9 @@ _TOKEN = re.compile(r"""\.(?P<name>\w+)|\[(?P<index>-?\d+)\]|\[(?P<quote>['"])(?
 def parse_path(text: str) -> Path:
     """The steps of a written path.
 
-    >>> parse_path("[1].logits['a b']")
-    (1, 'logits', 'a b')
+    Examples:
+        >>> parse_path("[1].logits['a b']")
+        (1, 'logits', 'a b')
     """
     steps: list[Step] = []
     end = 0
@@ -42,8 +43,9 @@ def parse_path(text: str) -> Path:
 def format_path(path: Path) -> str:
     """How a path is written.
 
-    >>> format_path((1, "logits", "a b"))
-    "[1].logits['a b']"
+    Examples:
+        >>> format_path((1, "logits", "a b"))
+        "[1].logits['a b']"
     """
     return "".join(f".{s}" if isinstance(s, str) and s.isidentifier() else f"[{s!r}]" for s in path)
 

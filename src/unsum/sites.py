@@ -66,8 +66,9 @@ class Place:
 def site_name(where: str, kind: str, call: int | None = None, path: Path = ()) -> str:
     """How a site is written.
 
-    >>> site_name("attn", "output", 1, (0,))
-    'attn:output@1[0]'
+    Examples:
+        >>> site_name("attn", "output", 1, (0,))
+        'attn:output@1[0]'
     """
     return f"{where}:{kind}{'' if call is None else f'@{call}'}{format_path(path)}"
 
@@ -75,8 +76,9 @@ def site_name(where: str, kind: str, call: int | None = None, path: Path = ()) -
 def parse(asked: Asked) -> Site:
     """Read a site.
 
-    >>> parse("blocks.*.attn:output@1[0].logits")
-    Site(where='blocks.*.attn', kind='output', call=1, path=(0, 'logits'))
+    Examples:
+        >>> parse("blocks.*.attn:output@1[0].logits")
+        Site(where='blocks.*.attn', kind='output', call=1, path=(0, 'logits'))
     """
     if isinstance(asked, tuple) and len(asked) == 2 and callable(asked[0]) and isinstance(asked[1], str):
         where, text = cast("Where", asked[0]), f":{asked[1].lstrip(':')}"
@@ -236,12 +238,13 @@ class Sites:
 def sites(model: nn.Module, *asked: Asked) -> Sites:
     """Every site of `model`, or those that the given patterns choose. Prints as a table; iterates over names.
 
-    >>> print(sites(nn.Sequential(nn.Linear(2, 3), nn.ReLU())))
-    module  type        sites
-    ""      Sequential  :input :output :grad_input :grad_output
-    0       Linear      :input :output :grad_input :grad_output weight:grad bias:grad
-    1       ReLU        :input :output :grad_input :grad_output
-    >>> list(sites(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), (nn.Linear, "input")))
-    ['0:input']
+    Examples:
+        >>> print(sites(nn.Sequential(nn.Linear(2, 3), nn.ReLU())))
+        module  type        sites
+        ""      Sequential  :input :output :grad_input :grad_output
+        0       Linear      :input :output :grad_input :grad_output weight:grad bias:grad
+        1       ReLU        :input :output :grad_input :grad_output
+        >>> list(sites(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), (nn.Linear, "input")))
+        ['0:input']
     """
     return Sites(model, *asked)

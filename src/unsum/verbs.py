@@ -43,10 +43,11 @@ class Verb:
         """The same verb on a part: samples are dimension 0, positions dimension 1, features the last; `dims` names
         any others. An index is a number, a slice, a list, or a mask.
 
-        >>> zero().at(positions=[0, 2])(torch.ones(1, 3, 2))
-        tensor([[[0., 0.],
-                 [1., 1.],
-                 [0., 0.]]])
+        Examples:
+            >>> zero().at(positions=[0, 2])(torch.ones(1, 3, 2))
+            tensor([[[0., 0.],
+                     [1., 1.],
+                     [0., 0.]]])
         """
         named = {0: samples, 1: positions, -1: features}
         chosen = {dim: index for dim, index in named.items() if index is not None} | dict(dims or {})
@@ -107,8 +108,9 @@ def _positions(index: Index, size: int, device: torch.device) -> Tensor:
 def scale(c: float) -> Verb:
     """Multiply by `c`.
 
-    >>> scale(2.0)(torch.tensor([1.0, 2.0]))
-    tensor([2., 4.])
+    Examples:
+        >>> scale(2.0)(torch.tensor([1.0, 2.0]))
+        tensor([2., 4.])
     """
     return Verb(f"scale({c!r})", lambda t: t * c)
 
@@ -116,8 +118,9 @@ def scale(c: float) -> Verb:
 def add(v: float | Tensor) -> Verb:
     """Add `v`, a number or a tensor that broadcasts to the place.
 
-    >>> add(1.0)(torch.tensor([1.0, 2.0]))
-    tensor([2., 3.])
+    Examples:
+        >>> add(1.0)(torch.tensor([1.0, 2.0]))
+        tensor([2., 3.])
     """
     return Verb(f"add({_short(v)})", lambda t: t + _fitting(v, t))
 
@@ -125,8 +128,9 @@ def add(v: float | Tensor) -> Verb:
 def clip(lo: float | None = None, hi: float | None = None) -> Verb:
     """Limit every element to [lo, hi]; None for no limit.
 
-    >>> clip(-1, 1)(torch.tensor([-3.0, 0.5]))
-    tensor([-1.0000,  0.5000])
+    Examples:
+        >>> clip(-1, 1)(torch.tensor([-3.0, 0.5]))
+        tensor([-1.0000,  0.5000])
     """
     if lo is None and hi is None:
         raise VerbError("clip needs a lower or an upper limit")
@@ -136,8 +140,9 @@ def clip(lo: float | None = None, hi: float | None = None) -> Verb:
 def clip_norm(c: float) -> Verb:
     """Scale the tensor down to the Euclidean norm `c` if it is longer.
 
-    >>> clip_norm(1.0)(torch.tensor([3.0, 4.0]))
-    tensor([0.6000, 0.8000])
+    Examples:
+        >>> clip_norm(1.0)(torch.tensor([3.0, 4.0]))
+        tensor([0.6000, 0.8000])
     """
 
     def clipped(t: Tensor) -> Tensor:
@@ -152,8 +157,9 @@ def clip_norm(c: float) -> Verb:
 def zero() -> Verb:
     """Put zeros there, also where there was NaN or infinity.
 
-    >>> zero()(torch.tensor([1.0, float("nan")]))
-    tensor([0., 0.])
+    Examples:
+        >>> zero()(torch.tensor([1.0, float("nan")]))
+        tensor([0., 0.])
     """
     return Verb("zero()", lambda t: t.masked_fill(torch.ones((), dtype=torch.bool, device=t.device), 0))
 
@@ -163,8 +169,9 @@ def replace(v: float | Tensor) -> Verb:
 
     With `.at(...)`, a tensor of the whole shape or of the part's.
 
-    >>> replace(7.0)(torch.tensor([1.0, 2.0]))
-    tensor([7., 7.])
+    Examples:
+        >>> replace(7.0)(torch.tensor([1.0, 2.0]))
+        tensor([7., 7.])
     """
 
     def put(t: Tensor) -> Tensor:
@@ -184,8 +191,9 @@ def replace(v: float | Tensor) -> Verb:
 def noise(std: float, generator: torch.Generator | None = None) -> Verb:
     """Add Gaussian noise of this standard deviation.
 
-    >>> noise(0.1, torch.Generator().manual_seed(0))(torch.zeros(3)).shape
-    torch.Size([3])
+    Examples:
+        >>> noise(0.1, torch.Generator().manual_seed(0))(torch.zeros(3)).shape
+        torch.Size([3])
     """
 
     def noisy(t: Tensor) -> Tensor:
@@ -199,8 +207,9 @@ def noise(std: float, generator: torch.Generator | None = None) -> Verb:
 def steer(v: Tensor, c: float = 1.0) -> Verb:
     """Add `c` times the direction of `v`, a vector over the features.
 
-    >>> steer(torch.tensor([0.0, 5.0]), 2.0)(torch.zeros(1, 2))
-    tensor([[0., 2.]])
+    Examples:
+        >>> steer(torch.tensor([0.0, 5.0]), 2.0)(torch.zeros(1, 2))
+        tensor([[0., 2.]])
     """
     return Verb(f"steer({_short(v)}, {c!r})", lambda t: t + c * _direction(v, t))
 
@@ -208,8 +217,9 @@ def steer(v: Tensor, c: float = 1.0) -> Verb:
 def remove(v: Tensor) -> Verb:
     """Project the direction of `v`, a vector over the features, out.
 
-    >>> remove(torch.tensor([0.0, 5.0]))(torch.tensor([[1.0, 2.0]]))
-    tensor([[1., 0.]])
+    Examples:
+        >>> remove(torch.tensor([0.0, 5.0]))(torch.tensor([[1.0, 2.0]]))
+        tensor([[1., 0.]])
     """
 
     def removed(t: Tensor) -> Tensor:
@@ -222,8 +232,9 @@ def remove(v: Tensor) -> Verb:
 def reverse(c: float = 1.0) -> Verb:
     """Multiply a gradient by `-c`: what comes before learns the opposite. For gradient sites only.
 
-    >>> reverse(0.5)(torch.tensor([2.0]))
-    tensor([-1.])
+    Examples:
+        >>> reverse(0.5)(torch.tensor([2.0]))
+        tensor([-1.])
     """
     return Verb(f"reverse({c!r})", lambda t: t * -c, on_gradients_only=True)
 
