@@ -362,17 +362,73 @@ def test_a_module_that_returns_a_parameter():
 
 
 def test_an_edit_that_writes_into_its_argument_does_not_reach_the_sibling_branch():
-    net, x = Residual(), torch.randn(2, 4, requires_grad=True)
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.same = nn.Linear(4, 4), nn.Identity()
 
-    def in_place(g):
-        return g.zero_()
+        def forward(self, x):
+            h = x * 1
+            return self.same(h) + (h + self.fc(h))
 
+    def in_place(t):
+        return t.zero_()
+
+    net, x = Branches(), torch.randn(2, 4, requires_grad=True)
     with unsum.edit(net, {"fc:grad_output": in_place}):
         net(x).sum().backward()
-    assert torch.equal(x.grad, torch.full((2, 4), 2 * (1 + 5.0)))
+    assert torch.equal(x.grad, torch.full((2, 4), 2.0))
     with unsum.edit(net, {"same:output": in_place}):
         out = net(x)
-    close(out, 2 * x + 3 * net.fc(2 * x))
+    close(out, x + net.fc(x))
+
+
+def test_an_input_that_broadcasts_inside_the_module():
+    class Broadcast(nn.Module):
+        def forward(self, x):
+            return x + torch.ones(3, 4) * 2, x.expand(5, 4) * 3
+
+    net, x = nn.ModuleDict({"m": Broadcast()}), torch.randn(4, requires_grad=True)
+    with unsum.capture(net, "m:grad_input") as got:
+        first, second = net["m"](x * 1)
+        (first.sum() + second.sum()).backward()
+    assert torch.equal(got["m:grad_input"], torch.full((4,), 3.0 + 15.0))
+
+
+def test_a_module_that_returns_its_input_and_uses_it_too():
+    class Both(nn.Module):
+        def forward(self, x):
+            return x, torch.tanh(x)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.both = Both()
+
+        def forward(self, x):
+            h = x * 1
+            same, other = self.both(h)
+            return (h * 7 + same * 3 + other * 5).sum()
+
+    net, x = Net(), torch.randn(2, 4, requires_grad=True)
+    with unsum.capture(net, "both:grad_input") as got:
+        net(x).backward()
+    close(got["both:grad_input"], (3 + 5 * (1 - torch.tanh(x) ** 2)).detach())
+
+
+def test_the_captured_gradient_of_a_leaf_survives_the_next_backward():
+    x = torch.ones(3, requires_grad=True)
+    net = nn.Sequential(nn.Linear(3, 3))
+    with unsum.capture(net, "0:grad_input") as got:
+        net(x).sum().backward()
+        net(x).sum().backward()
+    x.grad = None
+    with unsum.capture(None, "x:grad_output") as marked:
+        net(unsum.mark(x, "x")).sum().backward()
+        net(x).sum().backward()
+    truth = (torch.ones(3) @ net[0].weight).detach()
+    for value in (*got.calls("0:grad_input"), marked["x:grad_output"]):
+        torch.testing.assert_close(value, truth)
 
 
 @pytest.mark.parametrize(
