@@ -44,7 +44,6 @@ class Share:
         self.fired = False
         self.returned = False  # the module returned the input itself: part of the share comes through its output
         self.start, self.end = start, start  # the numbers of the nodes made during the call
-        self.shape, self.dtype = tensor.shape, tensor.dtype
         self.anchor = inplace.anchor(tensor)
         self._changes = inplace.Changes(tensor)
         # The output is a view of the input: if that memory is changed later on, the view's nodes leave the graph.
@@ -61,15 +60,6 @@ class Share:
         self.end = torch._C._autograd._get_sequence_nr()
         if not self._changes and any(_is_view_of(output, tensor) for output in outputs if not self.is_of(output)):
             self.exposed = inplace.Changes(tensor)
-
-    def fitted(self, grad: Tensor, from_base: bool) -> Tensor:
-        """A gradient as it comes out of a node, in the shape and dtype of the input."""
-        if from_base:
-            assert self.anchor is not None
-            grad = self.anchor.to_view(grad)
-        if grad.is_complex() and not self.dtype.is_complex:
-            grad = grad.real
-        return (grad if grad.shape == self.shape else grad.sum_to_size(self.shape)).to(self.dtype)
 
 
 class Collection:
@@ -101,8 +91,8 @@ class Collection:
     def _come(self, edges: Sequence[_Edge], grads: tuple[Tensor | None, ...], _: Any) -> None:
         for slot, share, from_base in edges:
             grad = grads[slot]
-            if grad is not None:
-                self.add(share, share.fitted(grad, from_base))
+            if grad is not None:  # the engine has brought it into the input's shape and dtype
+                self.add(share, share.anchor.to_view(grad) if from_base and share.anchor else grad)
             self._open[share] -= 1
             if not self._open[share] and not share.returned:
                 self._hand_on(share)
