@@ -1,6 +1,8 @@
 """The options of capture, and how what was captured is read."""
 
+import copy
 import gc
+import pickle
 import tracemalloc
 
 import pytest
@@ -226,8 +228,9 @@ def test_reading_what_is_not_there_says_what_is(net):
         got["fc1*:output"]
     with pytest.raises(KeyError, match="called 2 times"):
         got["fc1:output@5"]
-    with pytest.raises(SiteError, match="kinds are"):
-        got["fc1"]
+    for typo in ("fc1", "fc1:outptu"):
+        with pytest.raises(KeyError, match="kinds are"):
+            got[typo]
     assert got.keys() == ["fc1:output@0", "fc2:input@0", "fc1:output@1", "fc2:input@1"]
     assert all(torch.equal(got[name], value) for name, value in got.items())
     assert len(got) == 4
@@ -246,7 +249,14 @@ def test_a_glob_that_fits_several_sites_is_read_through_items(net):
 
 @pytest.mark.parametrize(
     "options",
-    [{"keep": "copy"}, {"reduce": "median"}, {"missing": "warn"}, {"scaler": "none"}],
+    [
+        {"keep": "copy"},
+        {"reduce": "median"},
+        {"missing": "warn"},
+        {"scaler": "none"},
+        {"scaler": 0},
+        {"dtype": "float16"},
+    ],
     ids=str,
 )
 def test_an_option_that_makes_no_sense_is_an_error(net, options):
@@ -267,6 +277,148 @@ def test_a_capture_can_be_opened_again_but_not_twice_at_once(net):
         net(X)
     assert first is not second
     assert len(first.calls("fc1:output")) == len(second.calls("fc1:output")) == 1
+
+
+def test_one_absent_path_does_not_silence_the_others():
+    class Sometimes(nn.Module):
+        def forward(self, a, mask=None):
+            return (a * 2,) if mask is None else (a * mask, mask)
+
+    net = nn.ModuleDict({"k": Sometimes()})
+    x, mask = torch.randn(3, 4), torch.ones(4) * 5
+    with unsum.capture(net, "k:input[0]", "k:input.mask", "k:output[0]", "k:output[1]") as got:
+        net["k"](x, mask=mask), net["k"](x)
+    assert len(got.calls("k:input[0]")) == len(got.calls("k:output[0]")) == 2
+    assert len(got.calls("k:input.mask")) == len(got.calls("k:output[1]")) == 1
+    edits = {"k:input[0]": unsum.zero(), "k:input.mask": unsum.scale(1.0)}
+    with unsum.edit(net, edits):
+        assert all((net["k"](x, m)[0] == 0).all() for m in (mask, None))
+    with pytest.raises(SiteError, match=r"k:output\[7\]: never fired: it has no \[7\]; it has: \[0\]") as error:
+        with unsum.capture(net, "k:output", "k:output[7]"):
+            net["k"](x)
+    assert len(str(error.value).splitlines()) == 2
+
+
+def test_calls_are_in_the_order_in_which_they_began():
+    class Recursive(nn.Module):
+        def forward(self, x, n=2):
+            return x if n == 0 else self(x + 1, n - 1) * 2
+
+    net = nn.Sequential(Recursive())
+    with unsum.capture(net, "0:input", "0:output") as got:
+        net(torch.zeros(1))
+    assert [v.item() for v in got.calls("0:input")] == [0, 1, 2]
+    assert [v.item() for v in got.calls("0:output")] == [8, 4, 2]
+    assert [got[f"0:output@{k}"].item() for k in range(3)] == [8, 4, 2]
+
+
+def test_a_call_that_raises_is_left_out_and_shifts_nothing():
+    class Retry(nn.Module):
+        def forward(self, x, n=0):
+            if n:
+                raise ValueError
+            try:
+                self(x * 100, 1)
+            except ValueError:
+                return x * 2
+
+    net, x = nn.Sequential(Retry()), torch.ones(1, requires_grad=True)
+    sites = ["0:input", "0:output@0", "0:grad_output", "0:grad_input"]
+    with unsum.capture(net, *sites) as got, unsum.edit(net, {"0:output@0": unsum.scale(3.0)}):
+        assert net(x) == 6
+        net(x).backward()
+    assert [v.item() for v in got.calls("0:input")] == [1, 100, 1, 100]
+    assert got["0:output@0"] == 2
+    assert got.calls("0:grad_output") == [None, None, 1, None]
+    assert got.calls("0:grad_input") == [None, None, 2, None]
+
+
+def test_a_call_by_keyword_is_like_one_by_place():
+    net, x = nn.Sequential(nn.Linear(4, 3)), torch.randn(2, 4)
+    with unsum.capture(net, "0:input") as got:
+        net[0](x), net[0](input=x)
+    for site in ("0:input", "0:input[0]", "0:input.input"):
+        assert len(got.calls(site)) == 2
+
+
+def test_keyword_only_arguments_and_the_rest():
+    class Many(nn.Module):
+        def forward(self, a, *rest, mask=None):
+            return a + sum(rest)
+
+    net, x = nn.ModuleDict({"k": Many()}), torch.ones(2)
+    with unsum.capture(net, "k:input.rest[1]", "k:input.mask", missing="ignore") as got:
+        net["k"](x, 2 * x, 3 * x)
+    assert torch.equal(got["k:input.rest[1]"], 3 * x)
+    assert got.calls("k:input.mask") == []
+
+
+def test_a_reduction_owns_what_it_returns_and_may_not_write(net):
+    inplace = nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True))
+    truth = inplace[0](X).detach()
+    for reduce in (lambda t: {"a": t}, lambda t: (t.mean(), [t]), lambda t: t.numpy(), lambda t: {"b": t.numpy()}):
+        with torch.no_grad(), unsum.capture(inplace, "0:output", reduce=reduce) as got:
+            inplace(X)
+        value = got["0:output"]
+        value = (
+            value
+            if not isinstance(value, dict | tuple)
+            else next(iter(value.values()))
+            if isinstance(value, dict)
+            else value[1][0]
+        )
+        assert torch.equal(torch.as_tensor(value), truth)
+    with pytest.raises(OptionError, match="fc1:output.*in place"):
+        with unsum.capture(net, "fc1:output", reduce=lambda t: t.abs_().mean()):
+            net(X)
+    with pytest.raises(ZeroDivisionError) as error:
+        with unsum.capture(net, "fc1:output", reduce=lambda t: 1 / 0):
+            net(X)
+    assert "fc1:output" in error.value.__notes__[0]
+
+
+def test_integers_sparse_and_ragged_tensors():
+    embed = nn.Sequential(nn.Embedding(10, 3, sparse=True))
+    ids = torch.tensor([1, 1, 2])
+    for reduce, truth in (("norm", (9 + 9 + 9 + 3 + 0) ** 0.5), ("mean", 9 / 30), ("finite", None)):
+        with unsum.capture(embed, "0.weight:grad", reduce=reduce) as got:
+            embed(ids).sum().backward()
+        value = got["0.weight:grad"]
+        assert (
+            bool(value)
+            if truth is None
+            else value.item() == pytest.approx((4 * 3 + 3) ** 0.5 if reduce == "norm" else truth)
+        )
+    with unsum.capture(embed, "0:input", reduce="norm") as got:
+        embed(ids)
+    assert got["0:input"] == pytest.approx(6**0.5)
+    with pytest.raises(SiteError, match="0.weight:grad.*sparse"):
+        with unsum.edit(embed, {"0.weight:grad": unsum.clip(-1, 1)}):
+            embed(ids).sum().backward()
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    mask = torch.tensor([[False, False, True], [False, False, False]])
+    with torch.no_grad(), unsum.capture(encoder, "layers.0:output") as got:
+        encoder(torch.randn(2, 3, 8), src_key_padding_mask=mask)
+    assert "layers.0:output" in str(got.trace())
+
+
+def test_a_parameters_gradient_survives_with_every_option(net):
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
+    for options in ({"to": "cpu"}, {"dtype": torch.float32}, {"scaler": disabled}, {"keep": "clone"}, {"slice": 0}):
+        net.zero_grad()
+        with unsum.capture(net, "fc1.weight:grad", **options) as got:
+            net(X).sum().backward()
+        truth = net.fc1.weight.grad.clone()
+        nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+        assert torch.equal(got["fc1.weight:grad"], truth[0] if "slice" in options else truth)
+
+
+def test_what_was_captured_is_not_copied_by_accident(net):
+    with unsum.capture(net, "fc1:output") as got:
+        net(X)
+    for attempt in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"dict\(got.items\(\)\)"):
+            attempt(got)
 
 
 def test_the_scale_of_a_grad_scaler_is_taken_out(net):

@@ -227,6 +227,8 @@ def test_sites_never_reached_and_several_tensors(net):
 def test_bad_edits_are_errors_that_say_what_is_meant(net):
     with pytest.raises(SiteError, match="fc1:output.*reverse.*grad_output"):
         unsum.edit(net, {"fc1:output": unsum.reverse()})
+    with pytest.raises(OptionError, match=r"fc1:output: call the verb: unsum.zero\(...\)"):
+        unsum.edit(net, {"fc1:output": unsum.zero})
     with pytest.raises(OptionError, match="fc1:output.*float"):
         unsum.edit(net, {"fc1:output": 2.0})
     with pytest.raises(OptionError, match="mapping"):

@@ -550,6 +550,100 @@ def test_two_backwards_over_one_graph_are_kept_apart():
         got["fc:grad_output"]
 
 
+def test_a_second_backward_where_nothing_was_saved_needs_no_retain_graph():
+    class Shift(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.by = nn.Parameter(torch.zeros(4))
+
+        def forward(self, x):
+            return x + self.by
+
+    net, p = nn.Sequential(Shift()), torch.ones(4, requires_grad=True)
+    with unsum.capture(net, "0:grad_output", "0:grad_input") as got:
+        h = net(p)
+        (h * 3).sum().backward()
+        (h * 5).sum().backward()
+    for site in ("0:grad_output", "0:grad_input"):
+        assert [g[0].item() for g in got.calls(site)] == [3, 5]
+    for site in ("0:grad_output", "0:grad_input"):
+        p.grad = None
+        with unsum.edit(net, {site: unsum.zero()}):
+            h = net(p)
+            (h * 3).sum().backward()
+            (h * 5).sum().backward()
+        assert (p.grad == 0).all()
+
+
+def in_another_thread(function):
+    result = []
+    thread = threading.Thread(target=lambda: result.append(function()))
+    thread.start()
+    thread.join()
+    return result[0]
+
+
+def test_graphs_made_by_several_threads():
+    class Two(nn.Module):
+        def forward(self, a, b):
+            return a * 2 + b * 3
+
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+    a, b = (in_another_thread(lambda: layer(x)) for _ in range(2))  # their nodes have the same names and numbers
+    net = nn.ModuleDict({"two": Two(), "same": nn.Identity()})
+    with unsum.capture(net, "two:grad_input[0]", "two:grad_input[1]") as got:
+        net["two"](a, b).sum().backward()
+    assert (got["two:grad_input[0]"] == 2).all() and (got["two:grad_input[1]"] == 3).all()
+
+    def far_ahead():
+        for _ in range(3000):
+            t = layer(x)
+        return t
+
+    ahead = in_another_thread(far_ahead)
+    with unsum.capture(net, "same:grad_output") as got:
+        (net["same"](ahead) * 2 + ahead * 5).sum().backward()
+    assert (got["same:grad_output"] == 2).all()
+
+    class Helped(nn.Module):
+        def forward(self, x):
+            return x * 2 + in_another_thread(lambda: x * 3)
+
+    net = nn.Sequential(Helped())
+    with pytest.raises(SiteError, match="0:grad_input.*another thread"):
+        with unsum.capture(net, "0:grad_input"):
+            net(layer(x)).sum().backward()
+
+
+def test_a_gradient_that_somebody_takes_inside_a_backward_is_not_counted():
+    class Guided(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, run, x, *parameters):
+            ctx.run, ctx.parameters = run, parameters
+            ctx.save_for_backward(x)
+            with torch.no_grad():
+                return run(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            with torch.enable_grad():
+                x = ctx.saved_tensors[0].detach().requires_grad_()
+                out = ctx.run(x)
+            return (None, *torch.autograd.grad(out, [x, *ctx.parameters], grad))
+
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    net = nn.Sequential(layer)
+    with unsum.capture(net, "0.weight:grad", "0:output", "0:grad_output") as got:
+        Guided.apply(layer, x, *layer.parameters()).square().sum().backward()
+    assert torch.equal(got["0.weight:grad"], layer.weight.grad)
+    close(got["0:grad_output"], 2 * got["0:output"])
+    plain = layer.weight.grad.clone()
+    layer.zero_grad()
+    with unsum.edit(net, {"0.weight:grad": unsum.scale(2.0)}):
+        Guided.apply(layer, x, *layer.parameters()).square().sum().backward()
+    close(layer.weight.grad, 2 * plain)
+
+
 def test_micro_batches_in_any_order():
     net = Residual()
     xs = [torch.randn(2, 4), torch.randn(3, 4)]

@@ -88,6 +88,11 @@ def test_without_a_model_only_outputs_of_marks_can_be_named(site):
             pass
 
 
+def test_a_mark_can_be_compiled_while_no_block_is_open():
+    run = torch.compile(lambda x: unsum.mark(x * 2, "y") + 1, fullgraph=True, backend="eager")
+    assert run(torch.ones(1)) == 3
+
+
 def test_bad_marks():
     with pytest.raises(SiteError, match="tensor"):
         unsum.mark(3.0, "x")

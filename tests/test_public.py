@@ -37,13 +37,14 @@ def test_the_demo_prints_what_the_articles_show(capsys):
 
 def test_sites_on_the_command_line(tmp_path, capsys):
     file = tmp_path / "net.py"
-    file.write_text(
-        "from torch import nn\ndef make():\n    return nn.Sequential(nn.Linear(2, 3)), None, None\ndef no(): return 3\n"
-    )
+    make = "def make():\n    return nn.Sequential(nn.Linear(2, 3)), None, None\n"
+    file.write_text(f"from torch import nn\n{make}def no(): return 3\nready = nn.ReLU()\n")
     assert cli.main(["sites", f"{file}:make"]) == 0
     assert "Linear" in capsys.readouterr().out
     assert cli.main(["sites", f"{file}:make", "*:output", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == ["0:output"]
+    assert cli.main(["sites", f"{file}:ready", ":output"]) == 0
+    capsys.readouterr()
     for target in (
         f"{file}:gone",
         f"{file}:no",

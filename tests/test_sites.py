@@ -147,6 +147,19 @@ def test_every_listed_site_can_be_captured():
     assert sorted(got.keys()) == sorted(unsum.sites(model))
 
 
+def test_names_with_colons_and_lists_that_can_be_called():
+    net = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
+    net.add_module("c:output", nn.ReLU())
+    listed = list(unsum.sites(net))
+    assert "c:output:output" in listed and "0.parametrizations.weight:output" in listed
+    with unsum.capture(net, *(s for s in listed if s.endswith(":output"))) as got:
+        net(torch.ones(1, 2))
+    assert got["c:output:output"].shape == (1, 2)
+    with pytest.raises(SiteError, match="near: ':output'"):
+        with unsum.capture(nn.Linear(2, 2), "*:output"):
+            pass
+
+
 def test_what_is_no_model_is_refused():
     for model in (None, "model", nn.Linear):
         with pytest.raises(SiteError):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import unsum
-from unsum.verbs import VerbError
+from unsum.errors import VerbError
 
 VERBS = {
     "scale": unsum.scale(-2.5),
@@ -85,6 +85,22 @@ def test_the_mathematics():
     assert torch.equal(one, two)
 
 
+def test_a_direction_may_be_huge_tiny_whole_numbers_a_list_or_complex():
+    t = torch.zeros(2, 5)
+    for v in (torch.ones(5) * 1e30, torch.ones(5) * 1e-30, torch.ones(5, dtype=torch.long), [1, 1, 1, 1, 1]):
+        torch.testing.assert_close(unsum.steer(v)(t), torch.full((2, 5), 5**-0.5))
+    t, v = torch.randn(3, 4, dtype=torch.complex128), torch.randn(4, dtype=torch.complex128)
+    removed = unsum.remove(v)(t)
+    torch.testing.assert_close(removed @ v.conj(), torch.zeros(3, dtype=torch.complex128), atol=1e-12, rtol=0)
+
+
+def test_the_order_of_an_index_is_kept():
+    part = torch.tensor([[10.0, 20.0]])
+    for index in ([2, 0], (2, 0), torch.tensor([2, 0]), range(2, -1, -2), slice(2, None, -2), [2, 0, 2]):
+        assert unsum.replace(part).at(features=index)(torch.zeros(1, 4)).tolist() == [[20, 0, 10, 0]]
+    assert torch.equal(unsum.zero().at(samples=[])(torch.ones(2, 2)), torch.ones(2, 2))
+
+
 def test_other_dimensions_and_parts_of_a_patch():
     t = torch.randn(2, 3, 4, 5)
     new = unsum.zero().at(dims={2: [0, 1]}, samples=1)(t)
@@ -107,6 +123,17 @@ def test_other_dimensions_and_parts_of_a_patch():
         lambda: unsum.zero().at(positions=0, features=0)(torch.ones(3, 4)),
         lambda: unsum.zero().at(samples=7)(torch.ones(3, 4)),
         lambda: unsum.zero().at(),
+        lambda: unsum.zero().at(samples=True)(torch.ones(3, 4)),
+        lambda: unsum.zero().at(features="a")(torch.ones(3, 4)),
+        lambda: unsum.zero().at(features=1, dims={-1: 2}),
+        lambda: unsum.zero().at(features=1).at(features=2),
+        lambda: unsum.clip_norm(-1.0),
+        lambda: unsum.noise(-1.0),
+        lambda: unsum.noise(1.0)(torch.ones(3, dtype=torch.long)),
+        lambda: unsum.clip_norm(1.0)(torch.ones(3, dtype=torch.long)),
+        lambda: unsum.remove(torch.ones(3))(torch.ones(2, 3, dtype=torch.long)),
+        lambda: unsum.replace(1.5)(torch.ones(3, dtype=torch.long)),
+        lambda: unsum.steer(torch.ones(3, dtype=torch.complex64))(torch.ones(2, 3)),
         lambda: unsum.clip(),
         lambda: unsum.replace(torch.zeros(2))(torch.ones(3)),
         lambda: unsum.replace(torch.zeros(2, 9)).at(samples=[0])(torch.ones(3, 4)),

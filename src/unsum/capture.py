@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal
 
@@ -26,6 +28,18 @@ class _Stop(BaseException):
     def __init__(self, capture: Capture) -> None:
         super().__init__("stop=True: every site has fired")
         self.capture = capture
+
+
+@contextmanager
+def _naming(spot: Spot) -> Iterator[None]:
+    """Errors from a reduction, a slice or a cast say at which site."""
+    try:
+        yield
+    except OptionError as error:
+        raise OptionError(f"{spot}: {error}") from None
+    except Exception as error:
+        error.add_note(f"unsum: while capturing {spot}")
+        raise
 
 
 class Capture:
@@ -83,12 +97,16 @@ class Capture:
                 f"{spot}: inside a reentrant checkpoint there is no graph that keep='graph' could stay attached to.\n"
                 "  use checkpoint(..., use_reentrant=False)"
             )
-        self._add(spot, self._keeping.value(tensor), tensor, None)
+        with _naming(spot):
+            kept = self._keeping.value(tensor)
+        self._add(spot, kept, tensor, None)
 
     def gradient(self, spot: Spot, grad: Tensor, backward: int) -> None:
         if spot.kind == "grad" and (spot.place, backward) in self._parts:
             return self._add_part(self._parts[spot.place, backward], spot, grad)
-        entry = self._add(spot, self._keeping.gradient(grad, is_parameter=spot.kind == "grad"), grad, backward)
+        with _naming(spot):
+            kept = self._keeping.gradient(grad, is_parameter=spot.kind == "grad")
+        entry = self._add(spot, kept, grad, backward)
         if spot.kind == "grad":
             self._parts[spot.place, backward] = entry
         if self._stop:
@@ -100,7 +118,8 @@ class Capture:
             self._stop_if_complete()
 
     def _add(self, spot: Spot, kept: Any, tensor: Tensor, backward: int | None) -> Entry:
-        entry = Entry(spot, kept, backward, tensor.shape, tensor.dtype)
+        is_ragged = tensor.is_nested and tensor.layout == torch.strided  # such a tensor has no shape
+        entry = Entry(spot, kept, backward, () if is_ragged else tensor.shape, tensor.dtype)
         assert self._got is not None
         self._got.add(entry)
         for number in spot.asked:

@@ -13,7 +13,8 @@ import torch
 from unsum.errors import SiteError, UnknownSite
 from unsum.flow import Flow
 from unsum.keeping import Kept
-from unsum.picking import Spot, other_name
+from unsum.nested import format_path
+from unsum.picking import Spot, by_place, other_name
 from unsum.silence import why
 from unsum.sites import Asked, Place, Site, parse, site_name
 from unsum.trace import Event, Trace
@@ -29,6 +30,13 @@ class Entry:
     backward: int | None  # which one, counted from 1; None in the forward
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+def _parse(asked: Asked) -> Site:
+    try:
+        return parse(asked)
+    except SiteError as error:
+        raise UnknownSite(str(error)) from None
 
 
 class Captured:
@@ -52,14 +60,15 @@ class Captured:
 
     def __getitem__(self, asked: Asked) -> Any:
         """The value at a site that saw one call. Several calls, sites or tensors are an error that says so."""
-        site = parse(asked)
+        site = _parse(asked)
         found = {place: self._of(place, site) for place in self._places(site)}
         fired = {place: rows for place, rows in found.items() if any(row is not None for row in rows)}
         if not fired:
             raise UnknownSite(self._why_nothing(site, list(found)))
         if len(fired) > 1:
             names = ", ".join(repr(site_name(p.name, site.kind, site.call, site.path)) for p in list(fired)[:4])
-            raise SiteError(f"{site}: fits {len(fired)} sites ({names}, ...); use got.items(), or name one")
+            more = ", ..." if len(fired) > 4 else ""
+            raise SiteError(f"{site}: fits {len(fired)} sites ({names}{more}); use got.items(), or name one")
         (rows,) = fired.values()
         if len(rows) > 1:
             what = "calls or backwards" if site.kind.startswith("grad") else "calls"
@@ -70,7 +79,7 @@ class Captured:
     def calls(self, asked: Asked) -> list[Any]:
         """The values at a site, one for each call; for gradients None where a call got none, and one for each backward
         where several reached the same call."""
-        site = parse(asked)
+        site = _parse(asked)
         rows = [row for place in self._places(site) for row in self._of(place, site)]
         return [None if row is None else row.kept.read(str(site)) for row in rows]
 
@@ -116,18 +125,21 @@ class Captured:
     def _places(self, site: Site) -> list[Place]:
         """The places that a site names, among those asked for."""
         flow = self._flow
-        known: dict[Place, None] = {}
-        for number, request in enumerate(flow.asked):
-            if request.kind == site.kind:
-                known.update(dict.fromkeys(flow.places[number].values()))
+        wanted: list[Place] = []
         if flow.names is None:
+            known = {
+                p: None
+                for n, request in enumerate(flow.asked)
+                for p in flow.places[n].values()
+                if request.kind == site.kind
+            }
             wanted = [p for p in known if isinstance(site.where, str) and fnmatchcase(p.name, site.where)]
         else:
             try:
-                things = list(flow.names.find(site).values())
+                things = flow.names.find(site).values()
             except SiteError as error:
                 raise UnknownSite(str(error)) from None
-            wanted = [p for p in known if any(p.thing is thing for thing in things)]
+            wanted = [place for thing in things if (place := flow.place_of(thing, site.kind)) is not None]
         if not wanted:
             raise UnknownSite(self._unasked(site))
         return wanted
@@ -146,7 +158,8 @@ class Captured:
             entries = [e for e in entries if e.spot.call == site.call]
         exact = [e for e in entries if self._is_at(e.spot, site.path)]
         entries = exact or [e for e in entries if e.spot.path[: len(site.path)] == site.path]
-        paths = list(dict.fromkeys(e.spot.path for e in entries))
+        entries = sorted(entries, key=lambda e: e.spot.call)
+        paths = list(dict.fromkeys(by_place(e.spot) for e in entries))
         if len(paths) > 1:
             names = ", ".join(repr(site_name(place.name, site.kind, site.call, path)) for path in paths[:6])
             raise SiteError(f"{site}: holds {len(paths)} tensors; name one of them: {names}")
@@ -160,11 +173,17 @@ class Captured:
     def _is_at(self, spot: Spot, path: Path) -> bool:
         if path in (spot.path, spot.shown) or any(self._flow.asked[number].path == path for number in spot.asked):
             return True
-        return spot.kind in ("input", "grad_input") and other_name(spot.place, path) == spot.path
+        return spot.kind in ("input", "grad_input") and path != () and other_name(spot.place, path) == spot.path
+
+    def __reduce__(self) -> str:
+        raise TypeError("what was captured cannot be copied or pickled as it is; take dict(got.items())")
 
     def _why_nothing(self, site: Site, places: list[Place]) -> str:
         reason = why(self._flow, places[0], site)
         if self._flow.is_open and self._flow.calls.count(places[0]) and reason.startswith("no "):
             reason = "nothing has come yet"
+        is_value = not site.kind.startswith("grad")
+        if is_value and site.call is None and (entries := self._by_place.get((places[0], site.kind))):
+            reason = f"it has no {format_path(site.path)}; what was captured there: {self._name(entries[0])!r}, ..."
         have = ", ".join(map(repr, self.keys()[:8])) or "nothing"
         return f"{site}: nothing was captured: {reason}\n  captured so far: {have}"

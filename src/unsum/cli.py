@@ -83,9 +83,11 @@ def _call(target: str) -> Any:
             module = importlib.import_module(where)
     except (ImportError, FileNotFoundError) as error:
         raise OptionError(f"cannot load {where}: {error}") from error
-    if not callable(getattr(module, name, None)):
+    function = getattr(module, name, None)
+    if isinstance(function, nn.Module):
+        return function
+    if not callable(function):
         raise OptionError(f"{where} has no function {name!r}")
-    function = getattr(module, name)
     try:
         inspect.signature(function).bind()
     except TypeError as error:

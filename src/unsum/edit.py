@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -13,14 +14,14 @@ from torch import Tensor, nn
 
 from unsum import hooks
 from unsum.capture import Missing
-from unsum.errors import OptionError, SiteError
+from unsum.errors import OptionError, SiteError, VerbError
 from unsum.flow import Flow
 from unsum.keeping import current_scale, unscaled
 from unsum.picking import Spot
 from unsum.recompute import Call
 from unsum.silence import complain
 from unsum.sites import Asked, parse
-from unsum.verbs import Verb, VerbError
+from unsum.verbs import Verb
 
 Change = Verb | Callable[[Tensor], Tensor]
 
@@ -37,12 +38,16 @@ _UNEDITED = (
 class _Tripwire:
     """Stays in the graph after the block, to refuse a backward that would run without the edit."""
 
-    def __init__(self, site: str) -> None:
-        self.site, self.armed = site, False
+    def __init__(self, site: str, walked: Callable[[], None]) -> None:
+        self.site, self.walked, self.armed = site, walked, False
 
     def __call__(self, grads: Any) -> None:
         if self.armed:
             raise SiteError(f"{self.site}: {_UNEDITED}")
+        self.walked()
+
+    def arm(self) -> None:
+        self.armed, self.walked = True, lambda: None
 
 
 class Edit:
@@ -89,7 +94,7 @@ class Edit:
         flow.close()
         self._flow = None
         for tripwire in self._tripwires:
-            tripwire.armed = True
+            tripwire.arm()
         self._tripwires.clear()
         if error is None:
             self._refuse_unfinished(flow)
@@ -133,13 +138,15 @@ class Edit:
     def _changed(self, spot: Spot, tensor: Tensor, call: Call | None) -> Tensor:
         for number in spot.asked:
             for nth, change in enumerate(self._changes[number]):
-                with _repeatable(change, self._states, (spot, number, nth), call):
+                with _repeatable(change, self._states, (spot, number, nth), call, tensor.device):
                     tensor = _apply(change, tensor, str(spot))
             self._fired.add(number)
         return tensor
 
     def _guard(self, site: str, edited: Tensor, call: Call) -> None:
-        tripwire = _Tripwire(site)
+        assert self._flow is not None
+        done, regions = self._flow.repeated, [weakref.ref(region) for region in call.regions]
+        tripwire = _Tripwire(site, lambda: done.update(r for ref in regions if (r := ref()) is not None))
         if edited.requires_grad:
             hooks.on_gradient(edited, tripwire)
         elif isinstance(call.regions[0], torch._C._FunctionBase):
@@ -150,6 +157,8 @@ class Edit:
 def _listed(site: str, change: Change | Sequence[Change]) -> list[Change]:
     changes = list(change) if isinstance(change, list | tuple) else [change]
     for one in changes:
+        if getattr(one, "__module__", None) == Verb.__module__ and not isinstance(one, Verb):
+            raise OptionError(f"{site}: call the verb: unsum.{getattr(one, '__name__', one)}(...)")
         if not callable(one):
             raise OptionError(f"{site}: an edit is a verb or a function of a tensor, got {type(one).__name__}")
     return changes  # type: ignore[return-value]
@@ -162,6 +171,8 @@ def _apply(change: Change, tensor: Tensor, site: str) -> Tensor:
     except VerbError as error:
         raise SiteError(f"{site}: {change!r}: {error}; the tensor there is {_described(tensor)}") from error
     except Exception as error:
+        if isinstance(change, Verb):
+            raise SiteError(f"{site}: {change!r} does not work on {_described(tensor)}: {error}") from error
         error.add_note(f"unsum: while editing {site}, which is {_described(tensor)}")
         raise
     if not isinstance(new, Tensor):
@@ -172,14 +183,19 @@ def _apply(change: Change, tensor: Tensor, site: str) -> Tensor:
 
 
 def _described(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+    layout = "" if tensor.layout == torch.strided else f" {str(tensor.layout).removeprefix('torch.')}"
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{layout} on {tensor.device}"
 
 
 class _repeatable:
-    """Inside a checkpoint: draw from a generator what was drawn the first time. (Torch does so for its own.)"""
+    """Inside a checkpoint: draw the random numbers that were drawn the first time."""
 
-    def __init__(self, change: Change, states: WeakKeyDictionary[Any, Any], key: Any, call: Call | None) -> None:
-        self.generator = change.generator if isinstance(change, Verb) else None
+    def __init__(
+        self, change: Change, states: WeakKeyDictionary[Any, Any], key: Any, call: Call | None, device: torch.device
+    ) -> None:
+        self.generator = None
+        if isinstance(change, Verb) and change.draws and call is not None and (call.regions or call.again):
+            self.generator = change.generator or _default_generator(device)
         self.states, self.key, self.call = states, key, call
         self.now: Tensor | None = None
 
@@ -191,12 +207,22 @@ class _repeatable:
         for region in self.call.regions:
             self.states.setdefault(region, {})[key] = self.generator.get_state()
         if self.call.again and key in self.states.get(self.call.repeats, {}):
-            self.now = self.generator.get_state()
-            self.generator.set_state(self.states[self.call.repeats][key])
+            first, now = self.states[self.call.repeats][key], self.generator.get_state()
+            if not torch.equal(first, now):  # else the checkpoint has taken care of it, and goes on from here
+                self.now = now
+                self.generator.set_state(first)
 
     def __exit__(self, *_: object) -> None:
         if self.now is not None and self.generator is not None:
             self.generator.set_state(self.now)
+
+
+def _default_generator(device: torch.device) -> torch.Generator | None:
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    return None
 
 
 def edit(

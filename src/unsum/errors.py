@@ -4,6 +4,7 @@ UnsumError
 ├── SiteError            a place that is not there, was never reached, or was changed underneath
 │   └── UnknownSite      … asked of what was captured (also a KeyError)
 ├── OptionError          an option that makes no sense (also a ValueError)
+├── VerbError            a verb that does not fit the tensor it meets (also a ValueError)
 ├── SamplesError         which samples a position belongs to cannot be known
 ├── InteractionError     samples interact, so that a gradient per sample is not what it seems
 └── UnsupportedError     something that unsum refuses by name rather than get it wrong
@@ -29,6 +30,10 @@ class UnknownSite(SiteError, KeyError):
 
 class OptionError(UnsumError, ValueError):
     """An option that makes no sense."""
+
+
+class VerbError(UnsumError, ValueError):
+    """A verb that does not fit the tensor it meets; inside an edit, a SiteError that names the site."""
 
 
 class SamplesError(UnsumError):

@@ -12,8 +12,9 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -25,7 +26,7 @@ from unsum import hooks
 from unsum.alias import aliases
 from unsum.errors import SiteError, UnsupportedError
 from unsum.nested import leaves, put
-from unsum.picking import NothingThereError, Spot, pick
+from unsum.picking import Spot, pick
 from unsum.recompute import Call, Calls
 from unsum.share import Collection, Share
 from unsum.sites import Names, Place, Site
@@ -54,6 +55,8 @@ class _Running(NamedTuple):
 
     call: Call | None
     shares: _Shares
+    error: BaseException | None  # what was being handled when it began
+    given: Mapping[int, Any]  # the nodes of its tensor arguments, by their ids
 
 
 class Flow:
@@ -69,7 +72,8 @@ class Flow:
         self.places: dict[int, dict[str, Place]] = {}  # request -> the places that it names
         self._wants: dict[Place, dict[Kind, list[int]]] = {}
         self._marks: dict[str, Place] = {}
-        self._notes: dict[tuple[Place, Kind], str] = {}
+        self._notes: dict[tuple[Place, Kind | Site], str] = {}
+        self._places: dict[int, Place] = {}  # by the id of the module or parameter
         self._running: dict[Place, list[_Running]] = {}
         self._handles: list[hooks.Handle] = []
         self._watches: list[Watch] = []
@@ -77,9 +81,8 @@ class Flow:
         self._collections: list[Collection] = []  # one for each backward that is under way
         self._second_order: list[range] = []  # the nodes that a backward with create_graph has made
         self._many = 1024
-        self._depth = 0
+        self._accumulates: list[bool] = []  # for each backward under way, whether it adds to .grad
         self._first_node: int | None = None
-        self._retained = False
         self._blocks: list[hooks.Block] | None = None
         for number, site in enumerate(asked):
             self._resolve(number, site)
@@ -95,8 +98,7 @@ class Flow:
                 )
             return
         for name, thing in self.names.find(site).items():
-            known = next((place for place in self._wants if place.thing is thing), None)
-            place = known or Place(name, thing)
+            place = self._places.setdefault(id(thing), Place(name, thing))
             places[name] = place
             self._wants.setdefault(place, {}).setdefault(site.kind, []).append(number)
 
@@ -148,6 +150,8 @@ class Flow:
         def arrived(grad: Tensor) -> Tensor | None:
             if grad is None or self not in hooks.here():
                 return None
+            if len(self._accumulates) > 1 and not self._accumulates[-1]:
+                return None  # somebody's torch.autograd.grad inside the backward, whose result he handles himself
             return self.arrived(spot, grad)
 
         self._handles.append(hooks.on_gradient(parameter, arrived))
@@ -167,9 +171,14 @@ class Flow:
         self._shares.clear()
         self._running.clear()
 
-    def note(self, place: Place, kind: Kind) -> str | None:
+    def note(self, place: Place, site: Site) -> str | None:
         """What was seen at a place that can explain its silence."""
-        return self._notes.get((place, kind))
+        return self._notes.get((place, site), self._notes.get((place, site.kind)))
+
+    def place_of(self, thing: nn.Module | nn.Parameter, kind: Kind) -> Place | None:
+        """The place of a module or parameter, if this kind is asked for there."""
+        place = self._places.get(id(thing))
+        return place if place is not None and kind in self._wants[place] else None
 
     @property
     def marked(self) -> list[str]:
@@ -187,12 +196,9 @@ class Flow:
             return None
         hooks.refuse_tracing(place.name)
         kinds = self._wants[place]
-        if "grad_output" in kinds:
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, Tensor):
-                    _ = value.grad_fn  # renews that of a stale view, so that its age is known to be before this call
+        given = {id(t): t.grad_fn for _, t in leaves((args, kwargs))} if "grad_output" in kinds else {}
         call = self.calls.begin(place)
-        running = _Running(call, [])
+        running = _Running(call, [], sys.exc_info()[1], given)
         self._running[place].append(running)
         if call is None:
             return None
@@ -211,25 +217,26 @@ class Flow:
         running = self._running.get(place)
         if not running or self not in hooks.here():
             return None
-        call, shares = running.pop()
-        if call is None:
+        call, shares, error, given = running.pop()
+        if call is None or (output is None and sys.exc_info()[1] is not error):  # the module raised
             return None
-        returned = self._end_shares(place, call, shares, output) if shares else {}
+        returned = self._end_shares(place, shares, output) if shares else {}
         if returned:
             output = put(output, returned)
-        new = self._pass(place, call, output, "output", "grad_output")
+        new = self._pass(place, call, output, "output", "grad_output", given=given)
         self.receiver.called()
         return output if new is None and returned else new
 
-    def _end_shares(self, place: Place, call: Call, shares: _Shares, output: Any) -> dict[Path, Tensor]:
+    def _end_shares(self, place: Place, shares: _Shares, output: Any) -> dict[Path, Tensor]:
         """The module is left. Where it returns an input itself, its share comes through the output: by an alias."""
         outputs = [tensor for _, tensor in leaves(output)]
+        alive = next((hooks.on_gradient(t, hooks.inert) for t in outputs if t.grad_fn is not None), None)
         for share, tensor in shares:
-            share.close(tensor, outputs)
+            share.close(tensor, outputs, alive)
         returned = [(share, tensor) for tensor in outputs for share, _ in shares if share.is_of(tensor)]
         if not returned:
             return {}
-        made = self._aliases(place, call, output, [tensor for _, tensor in returned], always=False)
+        made = self._aliases(place, output, [tensor for _, tensor in returned], lambda _: True)
         of = {id(tensor): made[path] for path, tensor in leaves(output) if path in made}
         for share, tensor in returned:
             if not share.returned and id(tensor) in of:
@@ -261,6 +268,7 @@ class Flow:
         kind: Kind,
         grad_kind: Kind,
         shares: _Shares | None = None,
+        given: Mapping[int, Any] | None = None,
     ) -> Any:
         """Hand the tensors in `value` to the receiver, and wait for their gradients. What flows on, or None."""
         kinds = self._wants[place]
@@ -273,7 +281,11 @@ class Flow:
         if grads and shares is not None and not self._is_edited(place):
             grads = self._share(call, grads, shares)
         elif grads:
-            now = self._aliases(place, call, value, [tensor for _, tensor in grads], always=shares is not None)
+
+            def needed(tensor: Tensor) -> bool:
+                return shares is not None or _is_older(tensor, call, given or {})
+
+            now = self._aliases(place, value, [tensor for _, tensor in grads], needed)
         for spot, tensor in values:
             tensor = now.get(spot.path, tensor)
             new = self.receiver.value(spot, tensor, call)
@@ -286,11 +298,11 @@ class Flow:
     def _pick(self, place: Place, kind: Kind, call: Call, value: Any) -> list[tuple[Spot, Tensor]]:
         wanted = self._wants[place][kind]
         sites = [(n, site) for n in wanted if (site := self.asked[n]).call is None or site.call == call.number]
-        try:
-            return pick(place, kind, call.number, value, sites, one=self.receiver.edits)
-        except NothingThereError as why:
-            self._notes[place, kind] = str(why)
-            return []
+
+        def absent(site: Site, why: str) -> None:
+            self._notes[place, site] = why
+
+        return pick(place, kind, call.number, value, sites, one=self.receiver.edits, absent=absent)
 
     def _is_edited(self, place: Place) -> bool:
         """Whether an open block changes the gradients of this module's inputs: then they go through an alias."""
@@ -314,10 +326,10 @@ class Flow:
         return left
 
     def _aliases(
-        self, place: Place, call: Call, value: Any, tensors: Sequence[Tensor], *, always: bool
+        self, place: Place, value: Any, tensors: Sequence[Tensor], needed: Callable[[Tensor], bool]
     ) -> dict[Path, Tensor]:
         key = place.name if place.thing is None else place.thing
-        return aliases(value, tensors, who=self, place=key, needed=lambda t: always or _is_older(t, call))
+        return aliases(value, tensors, who=self, place=key, needed=needed)
 
     # ---- backward -------------------------------------------------------------------------------------------------
 
@@ -339,37 +351,32 @@ class Flow:
             )
         return self.receiver.gradient(spot, grad, self.backwards)
 
-    def before_backward(self, roots: Sequence[Any], *, retain_graph: bool, create_graph: bool) -> None:
-        self._depth += 1
+    def before_backward(self, roots: Sequence[Any], *, create_graph: bool, accumulates: bool) -> None:
+        self._accumulates.append(accumulates)
         self._collections.append(Collection(self.arrived))
-        if self._depth == 1:
+        if len(self._accumulates) == 1:
             self.backwards += 1
-            self._retained = retain_graph
             self._first_node = torch._C._autograd._get_sequence_nr() if create_graph else None
         for watch in self._watches:
             watch.follow_changes(roots)
         self._collections[-1].wait(self._shares, roots, self._second_order)
 
     def after_backward(self, *, failed: bool) -> None:
-        self._depth -= 1
+        self._accumulates.pop()
         self._collections.pop().end(failed=failed)
-        if self._depth:
+        if self._accumulates:
             return
         if self._first_node is not None:
             self._second_order.append(range(self._first_node, torch._C._autograd._get_sequence_nr()))
-        for running in self._running.values():
-            # A checkpoint stops its second forward early, by an exception: those calls never ended.
-            while running and (running[-1].call is None or running[-1].call.again):
-                running.pop()
-        if not self._retained:
-            for watch in self._watches:
-                if watch.fired:
-                    watch.let_go()
-            self._watches = [watch for watch in self._watches if not watch.fired]
-            self._shares = [share for share in self._shares if not share.fired]
+        # What was walked may be walked again, even without retain_graph where nothing was saved: only what is gone is
+        # let go.
+        self._watches = [watch for watch in self._watches if not watch.is_dead()]
+        self._shares = [share for share in self._shares if not share.is_dead()]
 
 
-def _is_older(tensor: Tensor, call: Call) -> bool:
+def _is_older(tensor: Tensor, call: Call, given: Mapping[int, Any]) -> bool:
     """Whether the tensor comes from outside the call: the module returned what it was given, or a parameter."""
     node = tensor.grad_fn
-    return node is None or node._sequence_nr() < call.start
+    if node is None or (id(tensor) in given and given[id(tensor)] == node):
+        return True
+    return node._sequence_nr() < call.start

@@ -37,7 +37,7 @@ _undo: list[Callable[[], None]] = []
 class Block(Protocol):
     """Something open that wants to know when a backward begins and ends."""
 
-    def before_backward(self, roots: Sequence[Any], *, retain_graph: bool, create_graph: bool) -> None: ...
+    def before_backward(self, roots: Sequence[Any], *, create_graph: bool, accumulates: bool) -> None: ...
     def after_backward(self, *, failed: bool) -> None: ...
 
 
@@ -75,11 +75,11 @@ def _get_inert() -> Callable[..., None]:
 
 
 def on_call(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> list[Handle]:
-    """Call `before(args, kwargs)` and `after(output)` around every call of the module; a result that is not None
-    takes the place of the arguments or the output."""
+    """Call `before(args, kwargs)` and `after(output)` around every call of the module, also one that raises (with
+    None); a result that is not None takes the place of the arguments or the output."""
     return [
         module.register_forward_pre_hook(_Hook(lambda _, args, kwargs: before(args, kwargs)), with_kwargs=True),
-        module.register_forward_hook(_Hook(lambda _, args, output: after(output))),
+        module.register_forward_hook(_Hook(lambda _, args, output: after(output)), always_call=True),
     ]
 
 
@@ -112,6 +112,11 @@ def is_batched(tensor: Tensor) -> bool:
     """Whether this is a tensor inside a vmap, which means nothing outside."""
     functorch = torch._C._functorch
     return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)  # type: ignore[no-any-return]
+
+
+def none_open() -> bool:
+    """Whether no block is open in any thread. Something that `torch.compile` can read."""
+    return not _open
 
 
 def here() -> Sequence[Block]:
@@ -170,14 +175,14 @@ def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any,
     if not blocks:
         return engine(roots, *args, **kwargs)
     outer = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
-    retain_graph, create_graph = bool(args[1]), bool(args[2])
+    create_graph, accumulates = bool(args[2]), bool(kwargs.get("accumulate_grad", False))
     begun: list[Block] = []
     failed = True
     _stash(blocks)
     try:
         for block in blocks:
             begun.append(block)
-            block.before_backward(roots, retain_graph=retain_graph, create_graph=create_graph)
+            block.before_backward(roots, create_graph=create_graph, accumulates=accumulates)
         result = engine(roots, *args, **kwargs)
         failed = False
         return result

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NodeId = tuple[str, int]
+NodeId = tuple[str, int, object]  # its name, its number, and a token: threads number their nodes independently
 
 
 class LostError(Exception):
@@ -58,7 +58,7 @@ class Anchor:
                     if output != self.output:
                         continue
                     found = below
-                if place and not node.name().endswith("CopySlices") and _id(node) != self.chain[place - 1]:
+                if place and not node.name().endswith("CopySlices") and not _is(node, self.chain[place - 1]):
                     raise LostError(f"the old value was also used by {node.name()}")
         return found
 
@@ -112,13 +112,22 @@ def walk(roots: Iterable[Any]) -> Iterator[Any]:
                 waiting.append(below)
 
 
+def token(node: Any) -> object:
+    """An object of this node's own, kept in the node: recognises it without holding it."""
+    return node.metadata.setdefault("unsum", object())
+
+
 def _id(node: Any) -> NodeId:
-    return node.name(), node._sequence_nr()
+    return node.name(), node._sequence_nr(), token(node)
+
+
+def _is(node: Any, identity: NodeId) -> bool:
+    name, number, mark = identity
+    return node._sequence_nr() == number and node.name() == name and token(node) is mark
 
 
 def _place(node: Any, chain: tuple[NodeId, ...]) -> int | None:
-    identity = _id(node)
-    return chain.index(identity) if identity in chain else None
+    return next((i for i, identity in enumerate(chain) if _is(node, identity)), None)
 
 
 def _chain(top: Any, bottom: Any) -> tuple[NodeId, ...]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from unsum.errors import OptionError, SiteError
+from unsum.nested import children, find, put
 
 Keep = Literal["reference", "clone", "graph"]
 Reduce = Callable[[Tensor], Any] | Literal["norm", "mean", "finite"]
@@ -55,17 +56,32 @@ class Kept(NamedTuple):
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(tensor, dtype=_wide(tensor))
+    return torch.linalg.vector_norm(_values(tensor).to(_wide(tensor)))
 
 
 def _mean(tensor: Tensor) -> Tensor:
-    return tensor.mean(dtype=_wide(tensor))
+    return _values(tensor).sum(dtype=_wide(tensor)) / tensor.numel()
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """The elements that are not zero by definition."""
+    return tensor if tensor.layout == torch.strided else tensor.coalesce().values()
+
+
+def _own(result: Any, tensor: Tensor) -> Any:
+    """A reduction's result, with copies of whatever in it is still the tensor's own memory."""
+    if type(result).__name__ == "ndarray":
+        return result.copy()
+    if isinstance(result, Tensor):
+        return result.clone() if _shares_memory(result, tensor) else result
+    parts = {(step,): _own(part, tensor) for step, part in children(result)}
+    return put(result, {path: new for path, new in parts.items() if new is not find(result, path)[1]})
 
 
 def _count(tensor: Tensor) -> Tensor:
-    return torch.stack(
-        [tensor.isnan().sum(), tensor.isinf().sum(), torch.full_like(tensor.isnan().sum(), tensor.numel())]
-    )
+    total, tensor = tensor.numel(), _values(tensor)
+    nan = tensor.isnan().sum()
+    return torch.stack([nan, tensor.isinf().sum(), torch.full_like(nan, total)])
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -94,6 +110,10 @@ class Keeping:
             raise OptionError(f"keep={self.keep!r}: choose one of {', '.join(map(repr, get_args(Keep)))}")
         if self.reduce is not None and not callable(self.reduce) and self.reduce not in _REDUCTIONS:
             raise OptionError(f"reduce={self.reduce!r}: a callable, or one of {', '.join(map(repr, _REDUCTIONS))}")
+        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
+            raise OptionError(f"dtype={self.dtype!r}: expected a torch.dtype such as torch.float32")
+        if isinstance(self.scaler, int | float) and not 0 < self.scaler < float("inf"):
+            raise OptionError(f"scaler={self.scaler!r}: a scale is a positive number")
         if self.to is not None:
             torch.device(self.to)  # a typo shows here, not in the middle of a forward
         options = (self.to, self.dtype, self.slice, self.reduce)
@@ -107,12 +127,12 @@ class Keeping:
     def gradient(self, grad: Tensor, *, is_parameter: bool) -> Kept:
         if self.scaler is not None:
             grad = unscaled(grad, self.scaler)
-        elif is_parameter and self._plain:
-            # Torch would make this very tensor the parameter's .grad, to be added to in place. It copies if we hold it.
-            return Kept(grad)
-        return self.value(grad)
+        if self._plain and not grad.requires_grad:
+            # Torch may make this very tensor a leaf's .grad, to be added to in place; it copies if somebody holds it.
+            return Kept(grad, None if is_parameter else grad._version)
+        return self._keep(grad, copy=True) if is_parameter and self.keep != "graph" else self.value(grad)
 
-    def _keep(self, tensor: Tensor) -> Kept:
+    def _keep(self, tensor: Tensor, *, copy: bool = False) -> Kept:
         attached = self.keep == "graph"
         with _unseen_by_checkpoints() if attached else torch.no_grad():
             result: Any = tensor if attached else tensor.detach()
@@ -122,17 +142,28 @@ class Keeping:
                 result = result.to(self.dtype)
             finish = None
             if self.reduce is not None:
-                result = (self.reduce if callable(self.reduce) else _REDUCTIONS[self.reduce])(result)
+                result = self._reduced(result)
                 finish = _finite if self.reduce == "finite" else None
             if not isinstance(result, Tensor):
-                return Kept(result, finish=finish)
+                return Kept(_own(result, tensor), finish=finish)
             # A slice or a reduction that is a view would keep all of the tensor in memory.
-            copy = self.keep == "clone" or self.slice is not None or self.reduce is not None or tensor.is_inference()
+            copy = copy or self.keep == "clone" or self.slice is not None or self.reduce is not None
+            copy = copy or tensor.is_inference()
             if copy and not attached and _shares_memory(result, tensor):
                 result = result.clone()
             result, arrives = self._moved(result)
         shared = _shares_memory(result, tensor) and not result.is_inference()
         return Kept(result, result._version if shared else None, arrives, finish)
+
+    def _reduced(self, tensor: Tensor) -> Any:
+        if not callable(self.reduce):
+            assert self.reduce is not None
+            return _REDUCTIONS[self.reduce](tensor)
+        before = None if tensor.is_inference() else tensor._version
+        result = self.reduce(tensor)
+        if before is not None and tensor._version != before:
+            raise OptionError("reduce= changed the tensor in place, and so what the model computes; let it copy first")
+        return result
 
     def _moved(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """On the device that was asked for. From CUDA to the CPU nobody waits: the copy is awaited when it is read."""

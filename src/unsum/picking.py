@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -28,14 +28,17 @@ class Spot(NamedTuple):
         return site_name(self.place.name, self.kind, None, self.shown)
 
 
-class NothingThereError(Exception):
-    """The value has no such part; the text says what it has."""
-
-
 def pick(
-    place: Place, kind: Kind, call: int, value: Any, sites: Sequence[tuple[int, Site]], *, one: bool
+    place: Place,
+    kind: Kind,
+    call: int,
+    value: Any,
+    sites: Sequence[tuple[int, Site]],
+    *,
+    one: bool,
+    absent: Callable[[Site, str], None],
 ) -> list[tuple[Spot, Tensor]]:
-    """The tensors of `value` that these numbered sites ask for. Raises NothingThereError where there is none.
+    """The tensors of `value` that these numbered sites ask for; `absent` is told of sites that find none, and why.
 
     A site without a path means every tensor of an output (with `one`, there must be a single one), and the first of the
     arguments.
@@ -46,7 +49,12 @@ def pick(
         return [(Spot(place, kind, call, first, (), tuple([number for number, _ in sites])), tensor)] if sites else []
     found: dict[Path, tuple[Spot, Tensor]] = {}
     for number, site in sites:
-        for path, shown, tensor in _tensors(place, site, value, one):
+        try:
+            tensors = _tensors(place, site, value, one)
+        except LookupError as why:
+            absent(site, str(why))
+            continue
+        for path, shown, tensor in tensors:
             spot = Spot(place, kind, call, path, shown, (number,))
             if path in found:
                 known = found[path][0]
@@ -70,7 +78,7 @@ def _tensors(place: Place, site: Site, value: Any, one: bool) -> list[tuple[Path
     path, part = _part(place, site, value, is_input)
     found = [(inner, inner, tensor) for inner, tensor in leaves(part, path)]
     if not found:
-        raise NothingThereError(f"there is no tensor there; there are: {_paths(value)}")
+        raise LookupError(f"there is no tensor there; there are: {_paths(value)}")
     if is_input and not site.path:
         return [(found[0][0], (), found[0][2])]
     if one and len(found) > 1:
@@ -85,20 +93,31 @@ def _part(place: Place, site: Site, value: Any, is_input: bool) -> tuple[Path, A
             return find(value, path)
         except LookupError:
             continue
-    raise NothingThereError(f"it has no {format_path(site.path)}; it has: {_paths(value)}")
+    raise LookupError(f"it has no {format_path(site.path)}; it has: {_paths(value)}")
 
 
 def other_name(place: Place, path: Path) -> Path:
     """An argument's other name: its place for its keyword, its keyword for its place."""
     if not path or not isinstance(place.thing, nn.Module):
         return path
-    names = list(inspect.signature(place.thing.forward).parameters)
+    parameters = inspect.signature(place.thing.forward).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest = [p.name for p in parameters if p.kind is p.VAR_POSITIONAL]
     first = path[0]
     if isinstance(first, str) and first in names:
         return (names.index(first), *path[1:])
+    if first in rest and len(path) > 1 and isinstance(path[1], int):
+        return (len(names) + path[1], *path[2:])
     if isinstance(first, int) and 0 <= first < len(names):
         return (names[first], *path[1:])
     return path
+
+
+def by_place(spot: Spot) -> Path:
+    """Where a tensor is, with an argument's place for its keyword: a call by keyword is like one without."""
+    if spot.kind in ("input", "grad_input") and spot.path and isinstance(spot.path[0], str):
+        return other_name(spot.place, spot.path)
+    return spot.path
 
 
 def _paths(value: Any) -> str:

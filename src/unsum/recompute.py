@@ -16,7 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.utils.checkpoint
 
+from unsum.errors import UnsupportedError
+
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
+_FUNCTION_FILE = torch.autograd.function.__file__
 
 
 class Call(NamedTuple):
@@ -36,11 +39,16 @@ class _Region(NamedTuple):
     reentrant: bool
 
 
+_UNSEEN = object()  # the forward of a Function whose context cannot be seen
+
+
 class Calls:
     """Counts the calls of each place."""
 
     def __init__(self) -> None:
         self._count: dict[Any, int] = {}
+        self._opened = torch._C._autograd._get_sequence_nr()
+        self._unknown: set[Any] = set()  # places called in a Function whose context cannot be seen
         # region -> place -> the calls made in it; and the same for the repetition that is under way
         self._made: WeakKeyDictionary[Any, dict[Any, list[int]]] = WeakKeyDictionary()
         self._again: WeakKeyDictionary[Any, tuple[object, dict[Any, int]]] = WeakKeyDictionary()
@@ -54,19 +62,38 @@ class Calls:
         start = torch._C._autograd._get_sequence_nr()
         regions = _regions()
         repeated = next((i for i, region in enumerate(regions) if region.again is not None), None)
+        if repeated is not None and self._is_new(place, regions[repeated]):
+            repeated = None
         if repeated is None:
             index = self._count.get(place, 0)
             self._count[place] = index + 1
-            inner, repeats, real = regions, None, True
+            inner, repeats, real = [region for region in regions if region.again is None], None, True
         else:
             known = self._repeated(place, regions[repeated])
             if known is None:
                 return None
             index, inner, repeats = known, regions[:repeated], regions[repeated].thing
             real = regions[repeated].reentrant
+        if any(region.thing is _UNSEEN for region in inner):
+            self._unknown.add(place)
+            inner = [region for region in inner if region.thing is not _UNSEEN]
         for region in inner:
             self._made.setdefault(region.thing, {}).setdefault(place, []).append(index)
         return Call(index, repeats is not None, real, start, tuple(region.thing for region in inner), repeats)
+
+    def _is_new(self, place: Any, region: _Region) -> bool:
+        """Whether a call inside the backward of a Function is a new one: its forward ran in this block without it."""
+        if not region.reentrant or place in self._made.get(region.thing, {}):
+            return False
+        if region.thing._sequence_nr() < self._opened:
+            return False  # its forward was run before this block
+        if place in self._unknown:
+            raise UnsupportedError(
+                f"{getattr(place, 'name', place)}: called in the forward and in the backward of a custom "
+                f"{type(region.thing).__name__.removesuffix('Backward')} whose forward has no context, so that the two "
+                "cannot be told to be one call.\n  write it as forward(ctx, ...), without setup_context"
+            )
+        return True
 
     def _repeated(self, place: Any, region: _Region) -> int | None:
         made = self._made.get(region.thing)
@@ -89,14 +116,20 @@ def _regions() -> list[_Region]:
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     ):
         return []  # the ordinary case: no region can be open
-    found = []
-    frame: FrameType | None = sys._getframe(2)
+    found: list[_Region] = []
+    inner = frame = sys._getframe(2)
     while frame is not None:
         region = _region(frame)
+        if _is_apply(frame) and inner.f_code.co_name == "forward" and _region(inner) is None:
+            region = _Region(_UNSEEN, again=None, reentrant=True)
         if region is not None:
             found.append(region)
-        frame = frame.f_back
+        inner, frame = frame, frame.f_back  # type: ignore[assignment]
     return found
+
+
+def _is_apply(frame: FrameType) -> bool:
+    return frame.f_code.co_filename == _FUNCTION_FILE and frame.f_code.co_name == "apply"
 
 
 def _region(frame: FrameType) -> _Region | None:

@@ -41,22 +41,38 @@ class Share:
 
     def __init__(self, spot: Spot, tensor: Tensor, start: int) -> None:
         self.spot = spot
-        self.fired = False
         self.returned = False  # the module returned the input itself: part of the share comes through its output
         self.start, self.end = start, start  # the numbers of the nodes made during the call
         self.anchor = inplace.anchor(tensor)
         self._changes = inplace.Changes(tensor)
+        self._alive: hooks.Handle | None = None
         # The output is a view of the input: if that memory is changed later on, the view's nodes leave the graph.
         self.exposed: inplace.Changes | None = None
         self.leaf = weakref.ref(tensor) if tensor.grad_fn is None else None
         self.key = _key(tensor)
+        self._token = None if tensor.grad_fn is None else inplace.token(tensor.grad_fn)
+
+    def carried_by(self, key: _Key, node: Any) -> bool:
+        """Whether a node found under this key is the input's, or its base's: numbers are unique in a thread only."""
+        if self.leaf is not None:
+            return True
+        if key == self.key:
+            return inplace.token(node) is self._token
+        return self.anchor is not None and inplace.token(node) is self.anchor.chain[-1][2]
+
+    def is_dead(self) -> bool:
+        """Whether the graph of the call is gone."""
+        return self._alive is not None and hooks.is_dead(self._alive)
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether this is the input itself, as a module may return it."""
-        return tensor.requires_grad and _key(tensor) == self.key
+        if not tensor.requires_grad or _key(tensor) != self.key:
+            return False
+        return tensor.grad_fn is None or inplace.token(tensor.grad_fn) is self._token
 
-    def close(self, tensor: Tensor, outputs: Iterable[Tensor]) -> None:
-        """The call with this input has ended: what is made from now on is not part of it."""
+    def close(self, tensor: Tensor, outputs: Iterable[Tensor], alive: hooks.Handle | None) -> None:
+        """The call with this input has ended: what is made from now on is not part of it. `alive` is on an output."""
+        self._alive = alive
         self.end = torch._C._autograd._get_sequence_nr()
         if not self._changes and any(_is_view_of(output, tensor) for output in outputs if not self.is_of(output)):
             self.exposed = inplace.Changes(tensor)
@@ -78,7 +94,8 @@ class Collection:
             if share.end > share.start and (share.leaf is None or share.leaf() is not None):
                 wanted.setdefault(share.key, []).append(share)
                 if share.anchor is not None and share.anchor.chain:
-                    wanted.setdefault((*share.anchor.chain[-1], share.anchor.output), []).append(share)
+                    name, number, _ = share.anchor.chain[-1]
+                    wanted.setdefault((name, number, share.anchor.output), []).append(share)
         if not wanted:
             return
         for node in inplace.walk(roots):
@@ -104,7 +121,6 @@ class Collection:
     def _hand_on(self, share: Share) -> None:
         total = self._sums.pop(share, None)
         if total is not None:
-            share.fired = True
             # The sum may be the very memory that torch goes on with, or a leaf's .grad to be.
             self._arrived(share.spot, total.clone() if share.leaf is not None else total)
 
@@ -126,6 +142,13 @@ def _edges(node: Any, wanted: dict[_Key, list[Share]], second_order: Sequence[ra
         key: _Key = id(below.variable) if name.endswith("AccumulateGrad") else (name, below._sequence_nr(), output)
         for share in wanted.get(key, ()):
             from_base = key != share.key
+            if not share.carried_by(key, below):
+                continue
+            if isinstance(key, tuple) and number < key[1]:
+                raise SiteError(
+                    f"{share.spot}: part of the graph was made by another thread, so that the module's share of the "
+                    "gradient of its input cannot be told.\n  capture the grad_output of the module before"
+                )
             if share.exposed:
                 raise SiteError(
                     f"{share.spot}: the module returns a view of its input, which was changed in place afterwards: the "

@@ -8,7 +8,7 @@ from torch import nn
 
 from unsum.errors import SiteError
 from unsum.flow import Flow
-from unsum.sites import CONTAINERS, Names, Place, Site
+from unsum.sites import Names, Place, Site, is_container
 
 
 def complain(flow: Flow, fired: set[int], what: str) -> None:
@@ -38,9 +38,11 @@ def why(flow: Flow, place: Place, site: Site) -> str:
         assert flow.names is not None
         return _not_called(flow.names, place)
     if site.call is not None and site.call >= calls:
-        return f"it was called {calls} times"
-    if (note := flow.note(place, site.kind)) is not None:
+        return f"it was called {calls} time{'s' if calls != 1 else ''}"
+    if (note := flow.note(place, site)) is not None:
         return note
+    if not site.kind.startswith("grad"):
+        return "it was called, but nothing came out of its hooks (were they cleared inside the block?)"
     if type(place.thing).__name__ == "DTensor":
         return (
             "the parameter is sharded, and FSDP writes its gradient itself; the layer's :input and :grad_output are "
@@ -53,7 +55,7 @@ def why(flow: Flow, place: Place, site: Site) -> str:
 
 def _not_called(names: Names, place: Place) -> str:
     above, _, own = place.name.rpartition(".")
-    if isinstance(place.thing, CONTAINERS):
+    if is_container(place.thing):
         return f"a {type(place.thing).__name__} is a container and is never called; name the modules in it"
     if isinstance(names.modules.get(above), nn.MultiheadAttention):
         return (

@@ -27,7 +27,7 @@ Where = str | type | Callable[[str, nn.Module], bool]
 Asked = str | tuple[type | Callable[[str, nn.Module], bool], str]
 """What a user may write for a site."""
 
-_GRAMMAR = re.compile(r"(?P<where>[^:]*):(?P<kind>\w+)(?:@(?P<call>\d+))?(?P<path>[.\[].*)?")
+_GRAMMAR = re.compile(rf"(?P<where>.*):(?P<kind>{'|'.join(KINDS)})(?:@(?P<call>\d+))?(?P<path>[.\[].*)?")
 
 # What wraps a model and is not part of it: the attribute that holds the model, by the wrapper's class.
 _WRAPPERS = {
@@ -37,8 +37,6 @@ _WRAPPERS = {
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
 }
-# Modules that hold others and are never called themselves.
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,10 @@ def parse(asked: Asked) -> Site:
     else:
         raise SiteError(f"a site is written 'name:kind' or (module type or predicate, 'kind'), not {asked!r}")
     match = _GRAMMAR.fullmatch(text)
-    if match is None or match["kind"] not in KINDS:
+    if match is None:
         raise SiteError(_misspelt(asked, text))
+    if isinstance(where, str):
+        where = match["where"]
     kind = cast("Kind", match["kind"])
     call = None if match["call"] is None else int(match["call"])
     return Site(where, kind, call, parse_path(match["path"] or ""))
@@ -101,6 +101,12 @@ def _misspelt(asked: Asked, text: str) -> str:
     if near:
         lines.append(f"  near: {', '.join(repr(f'{where}:{k}') for k in near)}")
     return "\n".join(lines)
+
+
+def is_container(thing: object) -> bool:
+    """Whether a module holds others and is never called itself."""
+    holds = isinstance(thing, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+    return holds and type(thing).forward is nn.Module.forward  # type: ignore[attr-defined]
 
 
 class Names:
@@ -138,7 +144,7 @@ class Names:
             fits = self._matcher(site)
             seen: set[int] = set()
             for name, thing in table.items():
-                if fits(name) and id(thing) not in seen and not isinstance(thing, CONTAINERS):  # never called
+                if fits(name) and id(thing) not in seen and not is_container(thing):
                     found[name] = thing
                     seen.add(id(thing))
         if not found:
@@ -172,6 +178,8 @@ class Names:
 
     def _near(self, site: Site) -> list[str]:
         where = cast("str", site.where)
+        if site.kind != "grad" and where == "*":
+            return [site_name("", site.kind, site.call, site.path)]  # the root, which a glob does not name
         if site.kind == "grad" and where in self.modules:
             return [f"{name}:grad" for name, owner in self.owners.items() if owner == where][:4]
         if site.kind != "grad" and where in self.parameters:
@@ -207,9 +215,12 @@ class Sites:
         self._rows: dict[str, list[str]] = {}
         wanted = [parse(a) for a in asked] if asked else None
         if wanted is None:
+            parameters: dict[str, list[str]] = {}
+            for parameter, owner in self._names.owners.items():
+                parameters.setdefault(owner, []).append(f"{parameter}:grad")
             for name, module in self._names.modules.items():
-                own = [] if isinstance(module, CONTAINERS) else [f"{name}:{kind}" for kind in KINDS[:-1]]
-                own += [f"{p}:grad" for p, owner in self._names.owners.items() if owner == name]
+                own = [] if is_container(module) else [f"{name}:{kind}" for kind in KINDS[:-1]]
+                own += parameters.get(name, [])
                 if own:
                     self._rows[name] = own
         for site in wanted or ():

@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unsum.errors import VerbError
+
 Index = int | slice | range | Sequence[int] | Sequence[bool] | Tensor
-
-
-class VerbError(ValueError):
-    """A verb that does not fit the tensor it met; the edit says at which site."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +26,7 @@ class Verb:
     name: str
     function: Callable[[Tensor], Tensor]
     on_gradients_only: bool = False
+    draws: bool = False  # random numbers, from this generator or torch's own
     generator: torch.Generator | None = None
     value: Tensor | None = None  # what `replace` puts in, for a part may be given as the whole
     dims: Mapping[int, Index] = field(default_factory=dict)
@@ -50,7 +49,11 @@ class Verb:
                      [0., 0.]]])
         """
         named = {0: samples, 1: positions, -1: features}
-        chosen = {dim: index for dim, index in named.items() if index is not None} | dict(dims or {})
+        chosen = {dim: index for dim, index in named.items() if index is not None}
+        twice = {*self.dims, *chosen} & {*(dims or {})} | {*self.dims} & {*chosen}
+        if twice:
+            raise VerbError(f"{self.name}.at(): dimension {twice.pop()} is named twice")
+        chosen |= dims or {}
         if not chosen:
             raise VerbError(f"{self.name}.at(): name samples=, positions=, features= or dims=")
         return with_fields(self, dims={**self.dims, **chosen})
@@ -93,16 +96,21 @@ def _within(tensor: Tensor, indices: list[tuple[int, Tensor]], function: Callabl
 
 
 def _positions(index: Index, size: int, device: torch.device) -> Tensor:
-    every = torch.arange(size, device=device)
+    if isinstance(index, bool):
+        raise VerbError(f".at() names {index!r}; a mask has one truth value for each of the {size}")
     if isinstance(index, Tensor):
         index = index.to(device)
-    elif isinstance(index, range | slice):
-        index = list(index if isinstance(index, range) else range(size)[index])
+    elif isinstance(index, slice):
+        index = list(range(size)[index])
+    elif not isinstance(index, int):
+        index = list(index)
     try:
-        chosen = every[index]  # type: ignore[index]
-    except IndexError as error:
+        chosen = torch.arange(size, device=device)[index].reshape(-1)
+    except (IndexError, TypeError, ValueError) as error:
         raise VerbError(f".at() names {index!r} where there are {size}") from error
-    return chosen.reshape(-1).unique()
+    if chosen.unique().numel() < chosen.numel():  # in the order given, each once
+        chosen = torch.tensor(list(dict.fromkeys(chosen.tolist())), device=device)
+    return chosen
 
 
 def scale(c: float) -> Verb:
@@ -112,7 +120,7 @@ def scale(c: float) -> Verb:
         >>> scale(2.0)(torch.tensor([1.0, 2.0]))
         tensor([2., 4.])
     """
-    return Verb(f"scale({c!r})", lambda t: t * c)
+    return Verb(f"scale({_short(c)})", lambda t: t * c)
 
 
 def add(v: float | Tensor) -> Verb:
@@ -145,7 +153,11 @@ def clip_norm(c: float) -> Verb:
         tensor([0.6000, 0.8000])
     """
 
+    if not c >= 0:
+        raise VerbError(f"clip_norm({c!r}): a norm is not negative")
+
     def clipped(t: Tensor) -> Tensor:
+        _needs_floats(t)
         norm = torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32))
         # 0/0 where the tensor is zero: the second where leaves it as it is. A NaN norm stays visible in the result.
         factor: Tensor = torch.where(norm <= c, torch.ones_like(norm), c / norm)
@@ -177,6 +189,8 @@ def replace(v: float | Tensor) -> Verb:
     def put(t: Tensor) -> Tensor:
         value = _fitting(v, t)
         if not isinstance(value, Tensor):
+            if not t.is_floating_point() and not t.is_complex() and value != int(value):
+                raise VerbError(f"got {value!r}, needs a whole number")
             value = torch.full_like(t, value)
         if value.shape != t.shape:
             raise VerbError(f"got {tuple(value.shape)}, needs {tuple(t.shape)}")
@@ -196,15 +210,19 @@ def noise(std: float, generator: torch.Generator | None = None) -> Verb:
         torch.Size([3])
     """
 
+    if not std >= 0:
+        raise VerbError(f"noise({std!r}): a standard deviation is not negative")
+
     def noisy(t: Tensor) -> Tensor:
+        _needs_floats(t)
         device = t.device if generator is None else generator.device
         drawn = torch.randn(t.shape, generator=generator, dtype=t.dtype, device=device)
         return t + std * drawn.to(t.device)
 
-    return Verb(f"noise({std!r})", noisy, generator=generator)
+    return Verb(f"noise({std!r})", noisy, draws=True, generator=generator)
 
 
-def steer(v: Tensor, c: float = 1.0) -> Verb:
+def steer(v: Tensor | Sequence[float], c: float = 1.0) -> Verb:
     """Add `c` times the direction of `v`, a vector over the features.
 
     Examples:
@@ -214,7 +232,7 @@ def steer(v: Tensor, c: float = 1.0) -> Verb:
     return Verb(f"steer({_short(v)}, {c!r})", lambda t: t + c * _direction(v, t))
 
 
-def remove(v: Tensor) -> Verb:
+def remove(v: Tensor | Sequence[float]) -> Verb:
     """Project the direction of `v`, a vector over the features, out.
 
     Examples:
@@ -224,7 +242,7 @@ def remove(v: Tensor) -> Verb:
 
     def removed(t: Tensor) -> Tensor:
         direction = _direction(v, t)
-        return t - (t @ direction).unsqueeze(-1) * direction
+        return t - (t @ direction.conj()).unsqueeze(-1) * direction
 
     return Verb(f"remove({_short(v)})", removed)
 
@@ -246,14 +264,25 @@ def _fitting(v: float | Tensor, t: Tensor) -> float | Tensor:
     return v
 
 
-def _direction(v: Tensor, t: Tensor) -> Tensor:
+def _direction(v: Tensor | Sequence[float], t: Tensor) -> Tensor:
+    _needs_floats(t)
+    v = torch.as_tensor(v, device=None if isinstance(v, Tensor) else t.device)
     if v.shape != t.shape[-1:]:
         raise VerbError(f"got a direction of shape {tuple(v.shape)}, needs {tuple(t.shape[-1:])}, the features' own")
     _fitting(v, t)
-    norm: Tensor = torch.linalg.vector_norm(v, dtype=torch.promote_types(v.dtype, torch.float32))
-    if not norm > 0:
+    if v.is_complex() and not t.is_complex():
+        raise VerbError("got a complex direction, needs a real one")
+    v = v.to(torch.promote_types(torch.promote_types(v.dtype, t.dtype), torch.float32))
+    longest = v.abs().max() if v.numel() else v.new_zeros(())  # so that squares neither overflow nor vanish
+    if not longest > 0:
         raise VerbError("got a direction of length 0")
-    return (v / norm).to(t.dtype)
+    v = v / longest
+    return (v / torch.linalg.vector_norm(v)).to(t.dtype)
+
+
+def _needs_floats(t: Tensor) -> None:
+    if not t.is_floating_point() and not t.is_complex():
+        raise VerbError(f"needs floating point numbers, got {t.dtype}")
 
 
 def _short(v: Any) -> str:

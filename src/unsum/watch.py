@@ -20,11 +20,11 @@ class Watch:
     Holds no part of the graph: a hook that reached its own graph would never be collected.
     """
 
-    __slots__ = ("_anchor", "_arrived", "_handle", "_moved", "_of_leaf", "_refusal", "fired", "spot")
+    __slots__ = ("_anchor", "_arrived", "_handle", "_moved", "_of_leaf", "_refusal", "spot")
 
     def __init__(self, spot: Spot, tensor: Tensor, arrived: Arrived) -> None:
         self.spot = spot
-        self.fired = self._moved = False
+        self._moved = False
         self._arrived: Arrived | None = arrived
         self._anchor = inplace.anchor(tensor)
         self._of_leaf = tensor._base is not None and tensor._base.is_leaf
@@ -49,7 +49,6 @@ class Watch:
             raise SiteError(f"{self.spot}: {self._refusal}")
         if grad is None or self._arrived is None:  # a custom autograd.Function may return None
             return None
-        self.fired = True
         if self._of_leaf:  # torch is about to make this memory the leaf's .grad, and to add to it next time
             grad = grad.clone()
         return self._arrived(self.spot, grad)
