@@ -72,7 +72,7 @@ class Flow:
         self.places: dict[int, dict[str, Place]] = {}  # request -> the places that it names
         self._wants: dict[Place, dict[Kind, list[int]]] = {}
         self._marks: dict[str, Place] = {}
-        self._notes: dict[tuple[Place, Kind | Site], str] = {}
+        self._notes: dict[tuple[Place, Any], str] = {}  # by kind, or by site
         self._places: dict[int, Place] = {}  # by the id of the module or parameter
         self._running: dict[Place, list[_Running]] = {}
         self._handles: list[hooks.Handle] = []
@@ -196,7 +196,11 @@ class Flow:
             return None
         hooks.refuse_tracing(place.name)
         kinds = self._wants[place]
-        given = {id(t): t.grad_fn for _, t in leaves((args, kwargs))} if "grad_output" in kinds else {}
+        given: dict[int, Any] = {}
+        if "grad_output" in kinds:
+            for value in (*args, *kwargs.values()):
+                for tensor in (value,) if isinstance(value, Tensor) else [t for _, t in leaves(value)]:
+                    given[id(tensor)] = tensor.grad_fn
         call = self.calls.begin(place)
         running = _Running(call, [], sys.exc_info()[1], given)
         self._running[place].append(running)
@@ -298,11 +302,7 @@ class Flow:
     def _pick(self, place: Place, kind: Kind, call: Call, value: Any) -> list[tuple[Spot, Tensor]]:
         wanted = self._wants[place][kind]
         sites = [(n, site) for n in wanted if (site := self.asked[n]).call is None or site.call == call.number]
-
-        def absent(site: Site, why: str) -> None:
-            self._notes[place, site] = why
-
-        return pick(place, kind, call.number, value, sites, one=self.receiver.edits, absent=absent)
+        return pick(place, kind, call.number, value, sites, one=self.receiver.edits, absent=self._notes)
 
     def _is_edited(self, place: Place) -> bool:
         """Whether an open block changes the gradients of this module's inputs: then they go through an alias."""

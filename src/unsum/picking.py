@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -36,9 +36,9 @@ def pick(
     sites: Sequence[tuple[int, Site]],
     *,
     one: bool,
-    absent: Callable[[Site, str], None],
+    absent: MutableMapping[tuple[Place, Any], str],
 ) -> list[tuple[Spot, Tensor]]:
-    """The tensors of `value` that these numbered sites ask for; `absent` is told of sites that find none, and why.
+    """The tensors of `value` that these numbered sites ask for; why a site finds none is noted in `absent`.
 
     A site without a path means every tensor of an output (with `one`, there must be a single one), and the first of the
     arguments.
@@ -52,7 +52,7 @@ def pick(
         try:
             tensors = _tensors(place, site, value, one)
         except LookupError as why:
-            absent(site, str(why))
+            absent[place, site] = str(why)
             continue
         for path, shown, tensor in tensors:
             spot = Spot(place, kind, call, path, shown, (number,))
