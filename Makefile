@@ -23,7 +23,8 @@ format: .venv/.dev
 	$(BIN)/ruff check --fix .
 
 bench: .venv/.bench
-	$(BIN)/python benchmarks/capture_overhead.py
+	$(BIN)/python benchmarks/capture_overhead.py --json benchmarks/results/capture_overhead.json
+	$(BIN)/python benchmarks/tables.py
 
 docs: .venv/.dev
 	$(BIN)/mkdocs build --strict
