@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -20,6 +21,5 @@ def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere():
     navigation = (ROOT / "mkdocs.yml").read_text()
     assert all(page in navigation for page in pages)
     for page in pages:
-        for part in (ROOT / "docs" / page).read_text().split("](")[1:]:
-            target = part.split(")")[0]
-            assert target in pages or "//" in target, (page, target)
+        for target in re.findall(r"\]\(([\w./-]+\.md)\)", (ROOT / "docs" / page).read_text()):
+            assert target in pages, (page, target)
