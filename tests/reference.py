@@ -16,7 +16,8 @@ def per_sample_gradients(model: nn.Module, loss, *batch: torch.Tensor) -> dict[s
     rows = []
     for i in range(len(batch[0])):
         alone = [t[i : i + 1] for t in batch]
-        rows.append(torch.autograd.grad(loss(model, *alone), parameters, materialize_grads=True))
+        grads = torch.autograd.grad(loss(model, *alone), parameters, materialize_grads=True)
+        rows.append([g.to_dense() if g.is_sparse else g for g in grads])
     return {name: torch.stack([row[k] for row in rows]) for k, name in enumerate(names)}
 
 

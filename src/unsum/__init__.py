@@ -5,8 +5,11 @@ What flows through a network, forward and backward, at places that have names; a
 
 from unsum import errors
 from unsum.capture import capture
+from unsum.check import check
 from unsum.edit import edit
+from unsum.gradients import gradients, mark_samples
 from unsum.mark import mark
+from unsum.samples import dim, packed
 from unsum.sites import sites
 from unsum.verbs import add, clip, clip_norm, noise, remove, replace, reverse, scale, steer, zero
 
@@ -15,12 +18,17 @@ __version__ = "0.1.0"
 __all__ = [
     "add",
     "capture",
+    "check",
     "clip",
     "clip_norm",
+    "dim",
     "edit",
     "errors",
+    "gradients",
     "mark",
+    "mark_samples",
     "noise",
+    "packed",
     "remove",
     "replace",
     "reverse",

@@ -1,0 +1,155 @@
+"""`check`: are the gradients per sample those of plain autograd, on this very model?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unsum.errors import InteractionError, SamplesError
+from unsum.gradients import gradients
+from unsum.nested import leaves, put
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter: how far its gradients per sample are from plain autograd's."""
+
+    name: str
+    error: float  # relative to the largest gradient of a sample, over all parameters
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a check has found. Print it for the table."""
+
+    rows: list[Row]
+    tolerance: float
+    interacting: str | None = None  # why a sample alone is not a sample in the batch
+    table: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every parameter is right and no samples interact."""
+        return self.interacting is None and all(row.error <= self.tolerance for row in self.rows)
+
+    @property
+    def worst(self) -> Row | None:
+        """The parameter that is furthest off."""
+        return max(self.rows, key=lambda row: row.error, default=None)
+
+    def __str__(self) -> str:
+        lines = ["ok" if self.ok else "NOT ok"]
+        if self.interacting is not None:
+            lines.append(f"samples interact: {self.interacting}")
+        for row in sorted(self.rows, key=lambda row: -row.error):
+            lines.append(f"  {'ok   ' if row.error <= self.tolerance else 'WRONG'} {row.error:.1e}  {row.name}")
+        return "\n".join(lines + ([self.table] if self.table else []))
+
+
+def check(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Checked:
+    """Compare the gradients per sample with plain autograd, which differentiates each sample's loss by itself.
+
+    Nothing of the model's is changed: gradients, buffers and random numbers are set aside meanwhile.
+
+    Args:
+        model: Any module.
+        loss_fn: `loss_fn(model, batch)` returns one loss for each sample, (n,).
+        batch: What the loss function takes. Where all its tensors can be sliced at dimension 0, each sample is also run
+            alone: a loss that then differs means that samples interact.
+
+    Examples:
+        >>> model = nn.Linear(3, 1)
+        >>> batch = torch.randn(4, 3), torch.randn(4, 1)
+        >>> print(check(model, lambda m, b: (m(b[0]) - b[1]).square().sum(1), batch).ok)
+        True
+    """
+    aside = copy.deepcopy(dict(model.named_buffers()))
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    try:
+        with torch.random.fork_rng(devices=[]):
+            for parameter in model.parameters():
+                parameter.grad = None
+            return _check(model, loss_fn, batch)
+    finally:
+        for name, parameter in model.named_parameters():
+            parameter.grad = grads[name]
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if buffer.shape == aside[name].shape:
+                    buffer.copy_(aside[name])
+
+
+def _check(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Checked:
+    interacting = None
+    state = torch.get_rng_state()
+    try:
+        with gradients(model) as g:
+            losses = _losses(loss_fn, model, batch)
+            losses.sum().backward(retain_graph=True)
+    except InteractionError as error:
+        interacting = str(error).splitlines()[0]
+        torch.set_rng_state(state)
+        with gradients(model, interacting="exact") as g:
+            losses = _losses(loss_fn, model, batch)
+            losses.sum().backward(retain_graph=True)
+    names, parameters = zip(
+        *((name, dict(model.named_parameters(remove_duplicate=False))[name]) for name in g), strict=True
+    )
+    truth = [torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True) for loss in losses]
+    largest = max(float(sum(_square(t) for t in row)) ** 0.5 for row in truth) or 1.0
+    rows = []
+    for i, name in enumerate(names):
+        ours = g[name].per_sample()
+        off = max(float((ours[k] - _dense(row[i], ours[k])).norm()) for k, row in enumerate(truth))
+        rows.append(Row(name, off / largest))
+    interacting = interacting or _alone(model, loss_fn, batch, losses.detach())
+    precise = all(p.dtype in (torch.float64, torch.complex128) for p in parameters)
+    return Checked(rows, 1e-9 if precise else 1e-4, interacting, g.coverage())
+
+
+def _losses(loss_fn: LossFunction, model: nn.Module, batch: Any) -> Tensor:
+    losses = loss_fn(model, batch)
+    if not isinstance(losses, Tensor) or losses.dim() != 1:
+        shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        raise SamplesError(
+            f"loss_fn(model, batch) returns one loss for each of the samples, of shape (n,); got {shape}"
+        )
+    return losses
+
+
+def _square(grad: Tensor | None) -> Tensor | float:
+    return 0.0 if grad is None else _dense(grad, grad).abs().square().sum()
+
+
+def _dense(grad: Tensor | None, like: Tensor) -> Tensor:
+    if grad is None:
+        return torch.zeros_like(like)
+    return grad.to_dense() if grad.layout != torch.strided else grad
+
+
+def _alone(model: nn.Module, loss_fn: LossFunction, batch: Any, losses: Tensor) -> str | None:
+    """Whether a sample alone has another loss than in the batch; None too where that cannot be tried."""
+    tensors = list(leaves(batch))
+    if not tensors or any(t.dim() == 0 or t.shape[0] != len(losses) for _, t in tensors):
+        return None
+    with torch.no_grad():
+        again = loss_fn(model, batch)
+        rounding = 1e-9 if losses.dtype == torch.float64 else 1e-3
+        if not torch.allclose(again, losses, rtol=rounding, atol=rounding):
+            return None  # the model draws random numbers: nothing to compare
+        for n in range(len(losses)):
+            alone = put(batch, {path: t[n : n + 1] for path, t in tensors})
+            try:
+                loss = loss_fn(model, alone)
+            except Exception as error:
+                return f"sample {n} cannot be run alone: {error}"
+            if not torch.allclose(loss[0], losses[n], rtol=10 * rounding, atol=10 * rounding):
+                return f"sample {n} has another loss alone than in the batch"
+    return None

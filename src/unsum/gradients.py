@@ -1,0 +1,443 @@
+"""`gradients`: whose gradient is this?"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from unsum import hooks
+from unsum import samples as sample_maps
+from unsum.errors import InteractionError, OptionError, SamplesError, UnsupportedError
+from unsum.factors import Factors
+from unsum.graph.cut import Cut, find_cut, parameters_met_outside
+from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered
+from unsum.graph.owners import sweep
+from unsum.graph.sides import Sides
+from unsum.graph.split import Split, unclear, wide
+from unsum.inplace import token
+from unsum.nested import leaves
+from unsum.sites import Names
+
+
+@dataclass(frozen=True)
+class Known:
+    """A tensor whose samples are known, found again in the graph by its number and its token."""
+
+    token: object
+    owners: Tensor
+    call: int
+    marked: bool = False  # by the user: goes before what the outputs say
+
+
+@dataclass
+class Group:
+    """Samples that came together, and their gradients so far."""
+
+    n: int
+    ids: Tensor
+    per_sample: dict[int, Tensor] = field(default_factory=dict)
+    shared: dict[int, Tensor] = field(default_factory=dict)
+
+
+class Gradients:
+    """The block that `unsum.gradients` makes, and what it has found: read `g[name]` or all parameters at once."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        samples: sample_maps.Samples,
+        interacting: str,
+        loss_reduction: str | None,
+        params: str,
+    ) -> None:
+        self._names = Names(model)
+        if type(model).__name__ == "OptimizedModule" or any(
+            type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in model.modules()
+        ):
+            raise UnsupportedError("a compiled model is one opaque node: gradients by sample need the model itself")
+        self._model = self._names.model
+        self._samples = samples
+        self._interacting = interacting
+        self._mean = loss_reduction == "mean"
+        chosen = fnmatch.filter(self._names.parameters, params)
+        self._parameters = {name: p for name in chosen if (p := self._names.parameters[name]).requires_grad}
+        self._by_id: dict[int, str] = {}
+        for name, parameter in self._parameters.items():
+            self._by_id.setdefault(id(parameter), name)
+        self._groups: dict[frozenset[int], Group] = {}
+        self._meetings: dict[int, list[str]] = {}
+        self._forwards = self._backwards = 0
+        self._open = False
+
+    # ---- the block ------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Gradients:
+        if self._open:
+            raise OptionError("this block is open already; make another one with unsum.gradients(...)")
+        self._open = True
+        self._known: dict[tuple[str, int, int], Known] = {}
+        self._depth = 0
+        self._checkpointed = False
+        self._calls = itertools.count()
+        self._spans: list[tuple[int, int, str]] = []  # which nodes each module call has made
+        self._starts: list[tuple[str, int]] = []
+        self._split: Split | None = None
+        self._received: dict[int, Tensor] = {}
+        self._running = 0
+        self._sides = Sides(self._model)
+        self._handles: list[hooks.Handle] = []
+        for name, module in self._names.modules.items():
+            self._handles += hooks.on_call(
+                module,
+                lambda args, kwargs, name=name: self._before(name, args, kwargs),  # type: ignore[misc]
+                lambda output: self._after(output),
+            )
+        for parameter in {id(p): p for p in self._parameters.values()}.values():
+            self._handles.append(hooks.on_gradient(parameter, self._receiver(parameter)))
+        self._blocks = hooks.open_block(self)
+        self._sides.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._sides.__exit__(kind, error, trace)
+        hooks.close_block(self, self._blocks)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._known.clear()
+        self._spans.clear()
+        self._open = False
+
+    def _receiver(self, parameter: nn.Parameter) -> Any:
+        key = id(parameter)
+
+        def received(grad: Tensor) -> None:
+            if grad is not None and self._running == 1 and self in hooks.here():
+                dense = (grad.to_dense() if grad.layout != torch.strided else grad).detach().to(wide(grad.dtype))
+                self._received[key] = self._received[key] + dense if key in self._received else dense.clone()
+
+        return received
+
+    # ---- forward --------------------------------------------------------------------------------------------------
+
+    def _before(self, name: str, args: Any, kwargs: Any) -> None:
+        if self not in hooks.here():
+            return
+        hooks.refuse_tracing(name or "the model")
+        self._starts.append((name, torch._C._autograd._get_sequence_nr()))
+        self._depth += 1
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            self._checkpointed = True
+        if self._depth > 1:
+            return
+        given = [tensor for _, tensor in leaves((args, kwargs))]
+        k = self._samples.k if isinstance(self._samples, sample_maps.Dim) else 0
+        self._n = next((t.shape[k] for t in given if t.dim() > k), None)
+        for tensor in given:
+            self._sides.given(tensor, has_samples=self._samples.owners(tuple(tensor.shape), self._n) is not None)
+
+    def _after(self, output: Any) -> None:
+        if not self._starts or self not in hooks.here():
+            return
+        name, start = self._starts.pop()
+        self._spans.append((start, torch._C._autograd._get_sequence_nr(), name))
+        self._depth -= 1
+        if self._depth:
+            return
+        self._forwards += 1
+        call = next(self._calls)
+        for _, tensor in leaves(output):
+            if tensor.grad_fn is None:
+                continue
+            owners = self._samples.owners(tuple(tensor.shape), self._n)
+            if owners is not None:
+                self._know(tensor, owners, call)
+
+    def _know(self, tensor: Tensor, owners: Tensor, call: int, *, marked: bool = False) -> None:
+        node = tensor.grad_fn
+        assert node is not None
+        key = (node.name(), node._sequence_nr(), tensor.output_nr)
+        self._known[key] = Known(token(node), owners, call, marked)
+
+    def mark(self, tensor: Tensor) -> None:
+        """Dimension 0 of this tensor is the samples."""
+        if tensor.dim() == 0:
+            raise SamplesError("mark_samples names a tensor whose dimension 0 is the samples; this one is a scalar")
+        owners = self._samples.owners(tuple(tensor.shape), tensor.shape[0])
+        if owners is None:
+            owners = sample_maps.Dim(0).owners(tuple(tensor.shape), tensor.shape[0])
+        assert owners is not None
+        self._know(tensor, owners, next(self._calls), marked=True)
+
+    # ---- backward -------------------------------------------------------------------------------------------------
+
+    def before_backward(self, roots: Sequence[Any], *, create_graph: bool, accumulates: bool) -> None:
+        self._running += 1
+        if self._running > 1:
+            return
+        self._split = None
+        self._received.clear()
+        if create_graph:
+            raise UnsupportedError("create_graph=True: the gradients of a second backward are not those of .grad")
+        if self._checkpointed:
+            raise UnsupportedError("a checkpoint (or another saved-tensor hook) around a module: not supported yet")
+        with torch._C.DisableTorchFunction():
+            self._learn(roots)
+
+    def _learn(self, roots: Sequence[Any]) -> None:
+        known, calls = self._find_known(roots)
+        if not known:
+            raise SamplesError(
+                "cannot tell whose gradient this is: no tensor with known samples lies between loss and model.\n"
+                "  call the model inside the block; samples=unsum.dim(k) says which dimension the samples are"
+            )
+        cut = find_cut(roots, known, self._sides.is_data)
+        for node, name in parameters_met_outside(cut, self._by_id):
+            raise SamplesError(
+                f"{name} meets data at {node.name()}, outside the model's outputs, where the samples are unknown.\n"
+                "  let a module that is called inside the block do it"
+            )
+        n = self._count(known)
+        if self._sides.mixing and self._interacting == "error":
+            raise self._interaction(self._sides.mixing[0], "")
+        owners = self._owners(cut, n)
+        wanted = {id(p): p for p in self._parameters.values()}
+        self._split = Split(cut, owners, n, wanted)
+        self._group = frozenset(calls)
+        self._split.attach()
+
+    def _find_known(self, roots: Sequence[Any]) -> tuple[dict[Edge, Tensor], set[int]]:
+        """The tensors in this graph whose samples are known, and the calls that made them."""
+        tops = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
+        found: dict[Edge, Known] = {}
+        for node in ordered([top for top in tops if top is not None]):
+            if is_leaf(node):
+                continue
+            for output in range(len(node._input_metadata)):
+                entry = self._known.get((node.name(), node._sequence_nr(), output))
+                if entry is not None and token(node) is entry.token:
+                    found[node, output] = entry
+        if any(entry.marked for entry in found.values()):
+            found = {edge: entry for edge, entry in found.items() if entry.marked}
+        return {edge: entry.owners for edge, entry in found.items()}, {entry.call for entry in found.values()}
+
+    def _count(self, known: Mapping[Edge, Tensor]) -> int:
+        if (ids := self._samples.ids) is not None:
+            return len(ids)
+        sizes = {int(owners.max()) + 1 if owners.numel() else 0 for owners in known.values()}
+        if len(sizes) > 1:
+            raise SamplesError(f"one backward crosses forwards with different numbers of samples: {sorted(sizes)}")
+        return sizes.pop()
+
+    def _owners(self, cut: Cut, n: int) -> Any:
+        def mixed(node: Node) -> None:
+            if self._interacting == "error" and self._sides.is_data(node):
+                raise self._interaction(node.name(), self._module_of(node))
+
+        def keep(node: Node) -> bool:
+            """Where a parameter may be met: not between data and data, unless samples may mix there."""
+            return self._interacting == "exact" or any(
+                is_leaf(child) or not self._sides.is_data(child) for _, child, _ in below(node)
+            )
+
+        state = torch.get_rng_state()
+        try:
+            return sweep(cut.model, cut.starts, n, keep=keep, mixed=mixed)
+        finally:
+            torch.set_rng_state(state)
+
+    def _interaction(self, operation: str, module: str) -> InteractionError:
+        where = f" in {module!r}" if module else ""
+        return InteractionError(
+            f"samples interact at {operation}{where}: a gradient per sample is not what the sample alone would give.\n"
+            '  interacting="exact" gives the derivative of each sample\'s part of the loss all the same'
+        )
+
+    def _module_of(self, node: Node) -> str:
+        number = node._sequence_nr()
+        inside = [(end - start, name) for start, end, name in self._spans if start <= number < end]
+        return min(inside)[1] if inside else ""
+
+    def after_backward(self, *, failed: bool) -> None:
+        self._running -= 1
+        if self._running or self._split is None:
+            return
+        split, self._split = self._split, None
+        split.detach()
+        if failed:
+            return
+        self._backwards += 1
+        if split.unknown:
+            raise unclear(split.unknown)
+        self._check_sum(split)
+        self._take_in(split)
+
+    def _check_sum(self, split: Split) -> None:
+        """Σ per sample + shared must be what arrived at the parameter: else something was not seen."""
+        scale = max([float(g.abs().max()) for g in self._received.values() if g.numel()], default=0.0)
+        for key, received in self._received.items():
+            found = torch.zeros_like(received)
+            if key in split.per_sample:
+                found = found + split.per_sample[key].sum(0)
+            if key in split.shared:
+                found = found + split.shared[key]
+            missing = float((received - found).abs().max()) if received.numel() else 0.0
+            if not missing <= split.rounding * scale:
+                raise SamplesError(
+                    f"{self._by_id[key]}: part of its gradient comes from where no samples are known "
+                    f"({missing:.1e} of {scale:.1e}).\n  call what uses it as a module inside the block"
+                )
+
+    def _take_in(self, split: Split) -> None:
+        ids = self._samples.ids
+        group = self._groups.setdefault(self._group, Group(split.n, torch.arange(split.n) if ids is None else ids))
+        for key in self._received:
+            for mine, new in ((group.per_sample, split.per_sample), (group.shared, split.shared)):
+                if key in new:
+                    value = new[key] * split.n if self._mean else new[key]
+                    mine[key] = mine[key] + value if key in mine else value
+        for key, met in split.meetings.items():
+            self._meetings.setdefault(key, []).extend(m for m in met if m not in self._meetings.get(key, []))
+
+    # ---- reading --------------------------------------------------------------------------------------------------
+
+    def _ordered(self) -> list[Group]:
+        if not self._groups:
+            if self._forwards and not self._backwards:
+                raise SamplesError("the block saw a forward and caught no backward: call loss.backward() inside it")
+            raise SamplesError("nothing was differentiated inside the block, so there are no samples")
+        return [self._groups[key] for key in sorted(self._groups, key=min)]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parameters
+
+    def __getitem__(self, name: str) -> Factors:
+        parameter = self._parameters.get(name)
+        if parameter is None:
+            if name in self._names.parameters:
+                raise KeyError(f"{name}: frozen (requires_grad=False), or not chosen by params=")
+            raise KeyError(f"{name}: no such parameter; there are: {', '.join(list(self._parameters)[:8])}, ...")
+        groups, key = self._ordered(), id(parameter)
+        like = parameter.new_zeros((), dtype=wide(parameter.dtype))
+        parts = [g.per_sample.get(key, like.new_zeros(g.n, *parameter.shape)) for g in groups]
+        shared = [g.shared.get(key, like.new_zeros(parameter.shape)) for g in groups]
+        return Factors(torch.cat(parts), torch.stack(shared).sum(0))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_id.values())
+
+    def coverage(self) -> str:
+        """A table: each parameter, its share of all elements, the operations at which it met data, and how its
+        gradients were obtained."""
+        unique = [(name, self._parameters[name]) for name in self._by_id.values()]
+        total = sum(p.numel() for _, p in unique) or 1
+        rows = [("parameter", "elements", "meets data at", "how")]
+        for name, parameter in unique:
+            met = self._meetings.get(id(parameter))
+            rows.append(
+                (name, f"{parameter.numel() / total:.1%}", ", ".join(met or ["nothing"]), "replay" if met else "-")
+            )
+        width = [max(len(row[i]) for row in rows) for i in range(3)]
+        return "\n".join(f"{a:<{width[0]}}  {b:>{width[1]}}  {c:<{width[2]}}  {d}" for a, b, c, d in rows)
+
+    @property
+    def ids(self) -> Tensor:
+        """The samples' ids, in the order of all results."""
+        groups = self._ordered()
+        if self._samples.ids is not None:
+            return torch.cat([group.ids for group in groups])
+        return torch.arange(sum(group.n for group in groups))
+
+    def sq_norms(self) -> Tensor:
+        """(n,): over all parameters."""
+        return torch.stack([self[name].sq_norms().double() for name in self]).sum(0)
+
+    def norms(self) -> Tensor:
+        """(n,): over all parameters."""
+        return self.sq_norms().sqrt()
+
+    def dot(self, other: Gradients) -> Tensor:
+        """(n, m): inner products with every sample of `other`, over all parameters."""
+        return torch.stack([self[name].dot(other[name]).double() for name in self]).sum(0)
+
+    def sum(self) -> dict[str, Tensor]:
+        """{parameter: sum over samples}."""
+        return {name: self[name].sum() for name in self}
+
+    def per_sample(self) -> dict[str, Tensor]:
+        """{parameter: (n, *shape)}."""
+        return {name: self[name].per_sample() for name in self}
+
+    def weighted_sum(self, w: Tensor) -> dict[str, Tensor]:
+        """{parameter: Σ w_n G_n}."""
+        return {name: self[name].weighted_sum(w) for name in self}
+
+
+def mark_samples(tensor: Tensor) -> Tensor:
+    """Say that dimension 0 of this tensor is the samples, for the open `gradients` blocks. Returns the tensor.
+
+    Examples:
+        >>> weight = nn.Parameter(torch.ones(2))
+        >>> holder = nn.ParameterList([weight])
+        >>> with gradients(holder) as g:
+        ...     losses = mark_samples(torch.tensor([[1.0, 2.0], [3.0, 4.0]]) @ weight)
+        ...     losses.sum().backward()
+        >>> g["0"].per_sample()
+        tensor([[1., 2.],
+                [3., 4.]])
+    """
+    if not isinstance(tensor, Tensor) or tensor.grad_fn is None:
+        raise SamplesError("mark_samples names a tensor that was computed from parameters")
+    for block in hooks.here():
+        if isinstance(block, Gradients):
+            block.mark(tensor)
+    return tensor
+
+
+def gradients(
+    model: nn.Module,
+    *,
+    samples: sample_maps.Samples | Tensor | None = None,
+    engine: Literal["auto", "graph"] = "auto",
+    interacting: Literal["error", "exact"] = "error",
+    loss_reduction: Literal["mean"] | None = None,
+    params: str = "*",
+) -> Gradients:
+    """The gradient of every sample, for every parameter of any model, from the graph that `backward` walks.
+
+    Args:
+        model: Any module that is called inside the block.
+        samples: Where the samples are: dimension 0 (None), `unsum.dim(k)`, `unsum.packed(cu_seqlens)`, or ids of shape
+            (rows,) or (rows, positions), -1 for nobody's.
+        engine: "graph" calls the graph's own nodes again, needs no rule, and is exact on anything; "auto" is the same
+            today.
+        interacting: "error" refuses models in which samples interact; "exact" gives the derivative of each sample's
+            part of the loss all the same.
+        loss_reduction: "mean" says that the loss was a mean over samples, and gives the gradients of each sample's own.
+        params: A glob that chooses parameters by name.
+
+    Examples:
+        >>> model = nn.Linear(3, 1, bias=False)
+        >>> with gradients(model) as g:
+        ...     model(torch.eye(3)).sum().backward()
+        >>> g["weight"].per_sample().shape
+        torch.Size([3, 1, 3])
+        >>> g.norms()
+        tensor([1., 1., 1.], dtype=torch.float64)
+    """
+    if engine not in ("auto", "graph"):
+        raise OptionError(f"engine={engine!r}: choose 'auto' or 'graph'")
+    if interacting not in ("error", "exact"):
+        raise OptionError(f"interacting={interacting!r}: choose 'error' or 'exact'")
+    if loss_reduction not in (None, "mean"):
+        raise OptionError(f"loss_reduction={loss_reduction!r}: None or 'mean'")
+    return Gradients(model, sample_maps.read(samples), interacting, loss_reduction, params)

@@ -1,0 +1,43 @@
+"""Nodes of the autograd graph, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+Node = Any  # torch.autograd.graph.Node; its Python type says too little
+Edge = tuple[Node, int]  # a node and which of its outputs: what one tensor is
+
+
+def edge_of(tensor: Tensor) -> Edge:
+    """The place of a tensor in the graph."""
+    return tensor.grad_fn, tensor.output_nr
+
+
+def is_leaf(node: Node) -> bool:
+    """Whether this is where a parameter (or any other leaf) gets its gradient."""
+    return bool(node.name().endswith("AccumulateGrad"))
+
+
+def below(node: Node) -> list[tuple[int, Node, int]]:
+    """Where a node sends gradients: (which of its results, node, which output of that node)."""
+    return [(i, child, output) for i, (child, output) in enumerate(node.next_functions) if child is not None]
+
+
+def ordered(roots: Iterable[Node], stop: Callable[[Node], bool] = lambda node: False) -> list[Node]:
+    """Every node that the roots lead to, each after all that lead to it; not past those at which to stop."""
+    done: list[Node] = []
+    seen: set[Node] = set()
+    waiting = [(root, False) for root in roots]
+    while waiting:
+        node, left = waiting.pop()
+        if left:
+            done.append(node)
+        elif node is not None and node not in seen:
+            seen.add(node)
+            waiting.append((node, True))
+            if not stop(node):
+                waiting += [(child, False) for _, child, _ in below(node) if child not in seen]
+    return done[::-1]

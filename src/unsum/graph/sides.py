@@ -1,0 +1,136 @@
+"""Which nodes depend on data, and which on weights alone.
+
+In the graph both look alike: `W.T` and `x.T` are the same node. So the forward is watched, call by call. A tensor is
+`weight` (parameters, buffers, what factories make), `data` (what the model is given, and what is computed of it), `ids`
+(whole numbers from the inputs: a token's id carries data to the embedding that it looks up) or `choice` (whole numbers
+from floats, such as an argmax: a weight that data has *chosen* is still a weight).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from unsum.graph.nodes import Node, below, is_leaf, ordered
+from unsum.nested import leaves
+
+_LIKE_THE_FIRST = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
+_PASSED_OVER = {"backward", "register_hook", "__get__", "size", "dim", "stride", "numel", "is_floating_point"}
+
+
+class Sides(TorchFunctionMode):
+    """Watches what is computed while it is entered, and knows the data-side nodes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.mixing: list[str] = []  # operations that mix samples without a trace in the graph
+        self._kinds: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
+        self._token = object()
+        for module in model.modules():
+            for tensor in _tensors(dict(vars(module))):
+                self._kinds[tensor] = "weight"
+
+    def is_data(self, node: Node) -> bool:
+        """Whether what flows through this node depends on data."""
+        return self._token in node.metadata.get("unsum.data", ())
+
+    def _is_data_from_now_on(self, node: Node) -> None:
+        # Noted in the node: to hold the nodes would hold the graph.
+        node.metadata.setdefault("unsum.data", set()).add(self._token)
+
+    def given(self, tensor: Tensor, *, has_samples: bool) -> None:
+        """A tensor is handed to the model."""
+        self._kinds[tensor] = ("data" if _is_real(tensor) else "ids") if has_samples else "weight"
+
+    def _kind(self, tensor: Tensor) -> str:
+        return self._kinds.get(tensor) or ("data" if _is_real(tensor) else "ids")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _PASSED_OVER:
+            return func(*args, **kwargs)
+        inputs = list(_tensors((args, kwargs)))
+        kinds = self._kinds_of(name, inputs)
+        self._note_mixing(func, args, kwargs, kinds)
+        at = {t.grad_fn: self._kind(t) == "data" for t in inputs if t.grad_fn is not None}
+        memory = {_memory(t) for t in inputs if self._kind(t) in ("data", "ids")} - {None}
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            if isinstance(tensor, nn.Parameter):
+                continue
+            kind = _result_kind(kinds, _is_real(tensor))
+            self._kinds[tensor] = kind
+            if kind == "data" and tensor.grad_fn is not None and tensor.grad_fn not in at:
+                self._note_data(tensor.grad_fn, at, memory)
+        return result
+
+    def _kinds_of(self, name: str, inputs: list[Tensor]) -> set[str]:
+        if name.endswith("_like") or name.startswith("new_"):
+            return set()
+        return {self._kind(t) for t in (inputs[:1] if name in _LIKE_THE_FIRST else inputs)}
+
+    def _note_data(self, top: Node, at: dict[Node, bool], memory: set[int | None]) -> None:
+        """The nodes that one call has made: data if they lead to a data argument, or saved a view of one."""
+        self._is_data_from_now_on(top)
+        inner = ordered([top], stop=lambda n: n in at or is_leaf(n))
+        data = {node for node, is_data in at.items() if is_data}
+        for node in reversed(inner):
+            if node in at or is_leaf(node):
+                continue
+            if any(child in data for _, child, _ in below(node)) or _saved(node) & memory:
+                data.add(node)
+                self._is_data_from_now_on(node)
+
+    def _note_mixing(self, func: Any, args: Any, kwargs: Any, kinds: set[str]) -> None:
+        functional = nn.functional
+        if func is functional.batch_norm and "data" in kinds and _argument(args, kwargs, 5, "training"):
+            self.mixing.append("batch_norm in training")
+        if func is functional.embedding and _argument(args, kwargs, 5, "scale_grad_by_freq"):
+            self.mixing.append("embedding with scale_grad_by_freq")
+
+
+def _result_kind(kinds: set[str], is_real: bool) -> str:
+    if is_real:
+        return "data" if kinds & {"data", "ids"} else "weight"
+    if kinds & {"data", "choice"}:
+        return "choice"
+    return "ids" if "ids" in kinds else "weight"
+
+
+def _argument(args: Any, kwargs: Any, place: int, name: str) -> bool:
+    return bool(args[place] if len(args) > place else kwargs.get(name, False))
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (tensor for _, tensor in leaves(value))
+
+
+def _memory(tensor: Tensor) -> int | None:
+    if tensor.layout != torch.strided or not tensor.numel():
+        return None
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # a tensor subclass without memory of its own
+        return None
+
+
+def _saved(node: Node) -> set[int | None]:
+    """Where the tensors lie that a node has saved."""
+    found: set[int | None] = set()
+    for name in dir(node):
+        if name.startswith("_saved_") and not name.endswith(("sym_sizes", "sym_strides")):
+            try:
+                found |= {_memory(t) for t in _tensors(getattr(node, name))}
+            except RuntimeError:
+                continue
+    return found - {None}

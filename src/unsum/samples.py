@@ -1,0 +1,93 @@
+"""Which position belongs to which sample: by a dimension, by documents packed into rows, or by ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unsum.errors import SamplesError
+
+
+@dataclass(frozen=True)
+class Dim:
+    """Samples lie along one dimension."""
+
+    k: int = 0
+
+    @property
+    def ids(self) -> Tensor | None:
+        return None
+
+    def owners(self, shape: tuple[int, ...], n: int | None) -> Tensor | None:
+        """The sample of every position of a tensor of this shape; None if it cannot be told."""
+        if n is None or len(shape) <= self.k or shape[self.k] != n:
+            return None
+        along = torch.arange(n).view([-1 if d == self.k else 1 for d in range(len(shape))])
+        return along.expand(shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Ids:
+    """Every row, or every position of every row, has the id of its sample; -1 is nobody's."""
+
+    given: Tensor
+    flat: bool = False  # rows may also come flattened into one, or as one row
+
+    @property
+    def ids(self) -> Tensor:
+        found = self.given.unique()
+        return found[found >= 0]
+
+    def owners(self, shape: tuple[int, ...], n: int | None) -> Tensor | None:
+        """The sample of every position of a tensor of this shape; None if it cannot be told."""
+        given = self.given
+        if self.flat:
+            if len(shape) > 1 and shape[0] * shape[1] == given.numel():
+                given = given.view(shape[:2])
+            elif not shape or shape[0] != given.numel():
+                return None
+        if tuple(shape[: given.dim()]) != tuple(given.shape):
+            return None
+        index = torch.searchsorted(self.ids, given.contiguous()).masked_fill(given < 0, -1)
+        return index.view(*given.shape, *(1 for _ in shape[given.dim() :])).expand(shape)
+
+
+Samples = Dim | Ids
+
+
+def dim(k: int) -> Dim:
+    """Samples lie along dimension `k` of what the model is given and returns.
+
+    Examples:
+        >>> dim(1)
+        Dim(k=1)
+    """
+    return Dim(k)
+
+
+def packed(cu_seqlens: Tensor) -> Ids:
+    """Documents packed into one row (or rows, flattened), by where each begins and the last ends.
+
+    Examples:
+        >>> packed(torch.tensor([0, 3, 5])).given
+        tensor([0, 0, 0, 1, 1])
+    """
+    ends = torch.as_tensor(cu_seqlens).cpu().long()
+    if ends.dim() != 1 or len(ends) < 2 or ends[0] != 0 or bool((ends.diff() < 0).any()):
+        raise SamplesError("packed samples: cu_seqlens begins with 0 and never decreases: [0, 3, 5] for two documents")
+    return Ids(torch.repeat_interleave(torch.arange(len(ends) - 1), ends.diff()), flat=True)
+
+
+def read(samples: Samples | Tensor | None) -> Samples:
+    """What a user may give for `samples=`."""
+    if samples is None:
+        return Dim(0)
+    if isinstance(samples, Tensor):
+        if samples.is_floating_point() or samples.dim() not in (1, 2):
+            raise SamplesError("samples= takes whole numbers of shape (rows,) or (rows, positions)")
+        return Ids(samples.cpu().long())
+    if isinstance(samples, Dim | Ids):
+        return samples
+    raise SamplesError(f"samples={samples!r}: None, unsum.dim(k), unsum.packed(cu_seqlens), or a tensor of ids")

@@ -1,0 +1,523 @@
+"""The gradient of every sample: against plain autograd, one sample at a time, in float64."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from reference import per_sample_gradients
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+import unsum
+from unsum.errors import InteractionError, SamplesError, UnsupportedError
+
+N, T, D = 4, 6, 8
+SEQUENCES = torch.randn(N, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+IMAGES = torch.randn(N, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+IDS = torch.randint(0, 20, (N, T), generator=torch.Generator().manual_seed(2))
+
+
+class TiedEmbedding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(20, D, padding_idx=0), nn.Embedding(T, D)
+        self.head = nn.Linear(D, 20)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids):
+        return self.head(self.tokens(ids) + self.places(torch.arange(ids.shape[1])))
+
+
+class Experts(nn.Module):
+    """Routing: a weight that data has chosen; an expert may get no token at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(D, 5), nn.ModuleList(nn.Linear(D, D) for _ in range(5))
+
+    def forward(self, x):
+        flat = x.reshape(-1, D)
+        weights = self.gate(flat).softmax(-1)
+        chosen, out = weights.argmax(-1), torch.zeros_like(flat)
+        for e, expert in enumerate(self.experts):
+            rows = (chosen == e).nonzero()[:, 0]
+            out = out.index_add(0, rows, expert(flat[rows]) * weights[rows, e, None])
+        return out.view_as(x)
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.gain, self.cls = nn.Linear(D, D), nn.Parameter(torch.randn(D)), nn.Parameter(torch.randn(1, 1, D))
+
+    def forward(self, x):
+        h = torch.cat([self.cls.expand(len(x), -1, -1), self.fc(x)], 1)
+        h[:, 0] += 1
+        h.mul_(self.gain)
+        return F.relu_(h)
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, factor):
+        ctx.save_for_backward(x, w)
+        ctx.factor = factor
+        return x**2 * w * factor
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return 2 * x * w * ctx.factor * grad, (x**2 * ctx.factor * grad).sum((0, 1)), None
+
+
+class Custom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(D))
+
+    def forward(self, x):
+        return Squared.apply(x, self.w, 3.0)
+
+
+class Spectral(nn.Module):
+    """Complex gradients for real parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.filter, self.phase = nn.Parameter(torch.randn(D // 2 + 1)), nn.Parameter(torch.randn(T, 1))
+
+    def forward(self, x):
+        waves = torch.fft.rfft(x) * torch.polar(self.filter.abs() + 1, self.filter)
+        return torch.fft.irfft(waves, n=D) * self.phase
+
+
+class Hypernetwork(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.code, self.maker = nn.Parameter(torch.randn(3)), nn.Linear(3, D * D)
+
+    def forward(self, x):
+        return torch.tanh(x @ self.maker(self.code).view(D, D))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.rnn = kind(D, 5, 2, batch_first=True, bidirectional=True)
+
+    def forward(self, x):
+        return self.rnn(x)[0]
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(D, 2, batch_first=True)
+
+    def forward(self, x):
+        mask = torch.ones(T, T, dtype=torch.bool).triu(1)
+        return self.attn(x, x, x, attn_mask=mask)[0]
+
+
+NETS = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(D, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 3)), SEQUENCES),
+    "cnn": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), nn.GroupNorm(2, 4), nn.ReLU(inplace=True),
+            nn.Conv2d(4, 4, 3, groups=2, dilation=2), nn.ConvTranspose2d(4, 2, 3, 2), nn.Flatten(), nn.Linear(162, 3)
+        ),
+        IMAGES,
+    ),
+    "batch norm in eval mode": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval(), IMAGES),
+    "tied embedding, positions": (TiedEmbedding, IDS),
+    "sparse embedding": (lambda: nn.Sequential(nn.Embedding(20, D, sparse=True), nn.Linear(D, 2)), IDS),
+    "bag": (lambda: nn.Sequential(nn.EmbeddingBag(20, D), nn.Linear(D, 2)), IDS),
+    "lstm": (lambda: Recurrent(nn.LSTM), SEQUENCES),
+    "gru": (lambda: Recurrent(nn.GRU), SEQUENCES),
+    "causal attention": (Attention, SEQUENCES),
+    "encoder layer": (lambda: nn.TransformerEncoderLayer(D, 2, 16, 0.0, batch_first=True), SEQUENCES),
+    "experts": (Experts, SEQUENCES),
+    "in place, class token": (InPlace, SEQUENCES),
+    "custom function": (Custom, SEQUENCES),
+    "complex": (Spectral, SEQUENCES),
+    "hypernetwork": (Hypernetwork, SEQUENCES),
+    "weight norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(D, 3))), SEQUENCES),
+    "spectral norm": (lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(D, 3))).eval(), SEQUENCES),
+}  # fmt: skip
+
+
+def scalar(model, x):
+    out = model(x)
+    return out.reshape(len(out), -1).square().sum() / N
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_every_sample_has_the_gradient_that_it_has_alone(name):
+    make, x = NETS[name]
+    torch.manual_seed(0)
+    model = make().double()
+    truth = per_sample_gradients(model, scalar, x)
+    with unsum.gradients(model, engine="graph") as g:
+        scalar(model, x).backward()
+    largest = sum(t.flatten(1).square().sum(1) for t in truth.values()).max().sqrt()
+    assert largest > 1e-3
+    for parameter, wanted in truth.items():
+        ours = g[parameter].per_sample()
+        assert (ours - wanted).flatten(1).norm(dim=1).max() <= 1e-9 * largest, parameter
+        if (wanted - wanted.roll(1, 0)).norm() > 1e-6:  # and no other sample's
+            assert (ours - wanted.roll(1, 0)).norm() > 1e-9 * largest, parameter
+        torch.testing.assert_close(
+            g[parameter].sum() + g[parameter].shared(), _dense(model.get_parameter(parameter).grad)
+        )
+    torch.testing.assert_close(g.norms(), sum(t.flatten(1).square().sum(1) for t in truth.values()).sqrt())
+
+
+def _dense(grad):
+    return grad.to_dense() if grad.layout != torch.strided else grad
+
+
+def hf(name, **small):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.AutoConfig.for_model(name, **small)
+    config.pad_token_id = config.bos_token_id = config.eos_token_id = 0
+    kind = transformers.AutoModelForMaskedLM if name in ("bert", "roberta") else transformers.AutoModelForCausalLM
+    return kind.from_config(config, attn_implementation="eager").eval()
+
+
+SMALL = {
+    "num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 40, "intermediate_size": 24
+}  # fmt: skip
+GROUPED = SMALL | {"num_key_value_heads": 1}
+ARCHITECTURES = {
+    "gpt2": {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 40},
+    "llama": GROUPED,
+    "gpt_neox": SMALL,
+    "qwen3": GROUPED | {"head_dim": 8},
+    "bert": SMALL,
+    "roberta": SMALL,
+    "mamba": {"num_hidden_layers": 2, "hidden_size": 16, "vocab_size": 40, "state_size": 4},
+    "gemma2": GROUPED | {"head_dim": 8},
+    "phi": SMALL,
+    "bloom": {"n_layer": 2, "hidden_size": 16, "n_head": 2, "vocab_size": 40},
+    "falcon": {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 40},
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_language_models(name):
+    torch.manual_seed(0)
+    model = hf(name, **ARCHITECTURES[name]).double()
+    run = lambda m, ids: m(input_ids=ids).logits.logsumexp(-1).square().sum() / N
+    truth = per_sample_gradients(model, run, IDS)
+    with unsum.gradients(model) as g:
+        run(model, IDS).backward()
+    largest = sum(t.flatten(1).square().sum(1) for t in truth.values()).max().sqrt()
+    # Some of them compute parts in float32.
+    tolerance = 1e-6 if name in ("mamba", "gemma2", "llama", "qwen3") else 1e-9
+    for parameter, wanted in truth.items():
+        assert (g[parameter].per_sample() - wanted).flatten(1).norm(dim=1).max() <= tolerance * largest, parameter
+    assert "replay" in g.coverage()
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(D, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def truth_of(model, x, run=scalar):
+    return per_sample_gradients(model, run, x)
+
+
+# ---- interaction --------------------------------------------------------------------------------------------------
+
+
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(D, D)
+
+    def forward(self, x):
+        h = self.fc(x)
+        return torch.tanh(h - h.mean(0))
+
+
+class MeanFed(Hypernetwork):
+    def forward(self, x):
+        return torch.tanh(x @ self.maker(self.code + x.mean()).view(D, D))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(T)),
+        Centred,
+        MeanFed,
+        lambda: nn.TransformerEncoderLayer(D, 2, 16, 0.0),
+    ],
+    ids=["batch norm", "centring", "hypernetwork fed by the batch", "attention over the batch"],
+)
+def test_interacting_samples_are_refused_and_exact_on_request(make):
+    torch.manual_seed(0)
+    model = make().double()
+    with pytest.raises(InteractionError, match="interact"):
+        with unsum.gradients(model):
+            scalar(model, SEQUENCES).backward()
+    assert all(p.grad is None for p in model.parameters())  # refused before the user's backward
+    with unsum.gradients(model, interacting="exact") as g:
+        out = model(SEQUENCES)
+        losses = out.flatten(1).square().sum(1)
+        losses.sum().backward(retain_graph=True)
+    for name, parameter in model.named_parameters():
+        wanted = torch.stack([torch.autograd.grad(loss, parameter, retain_graph=True)[0] for loss in losses])
+        torch.testing.assert_close(g[name].per_sample(), wanted)
+
+
+# ---- samples ------------------------------------------------------------------------------------------------------
+
+
+def test_samples_along_another_dimension():
+    model = nn.LSTM(D, 5).double()
+    run = lambda m, x: m(x.transpose(0, 1))[0].square().sum()
+    truth = truth_of(model, SEQUENCES, run)
+    with unsum.gradients(model, samples=unsum.dim(1)) as g:
+        run(model, SEQUENCES).backward()
+    for name, wanted in truth.items():
+        torch.testing.assert_close(g[name].per_sample(), wanted)
+
+
+def test_packed_documents_groups_and_nobodys_positions():
+    model, x = mlp(), SEQUENCES
+    per_token = per_sample_gradients(model, lambda m, t: m(t).square().sum(), x.reshape(-1, D))
+    packed = x.reshape(1, -1, D)
+    ends = torch.tensor([0, 5, 6, 17, 24])
+    for given in (packed, packed[0]):
+        with unsum.gradients(model, samples=unsum.packed(ends)) as g:
+            model(given).square().sum().backward()
+        for name, tokens in per_token.items():
+            wanted = torch.stack([tokens[a:b].sum(0) for a, b in itertools.pairwise(ends.tolist())])
+            torch.testing.assert_close(g[name].per_sample(), wanted)
+    users = torch.tensor([7, 3, 7, -1])
+    with unsum.gradients(model, samples=users) as g:
+        model(x).square().sum().backward()
+    assert g.ids.tolist() == [3, 7]
+    for name, tokens in per_token.items():
+        rows = tokens.view(N, T, *tokens.shape[1:]).sum(1)
+        torch.testing.assert_close(g[name].per_sample(), torch.stack([rows[1], rows[0] + rows[2]]))
+        torch.testing.assert_close(g[name].shared(), rows[3])
+    documents = torch.randint(0, 3, (N, T), generator=torch.Generator().manual_seed(0))
+    with unsum.gradients(model, samples=documents) as g:
+        model(x).square().sum().backward()
+    for name, tokens in per_token.items():
+        wanted = torch.stack([tokens[documents.flatten() == k].sum(0) for k in range(3)])
+        torch.testing.assert_close(g[name].per_sample(), wanted)
+
+
+def test_micro_batches_in_any_order_and_several_backwards():
+    model = mlp()
+    truth = truth_of(model, SEQUENCES)
+    with unsum.gradients(model) as g:
+        losses = [scalar(model, SEQUENCES[:1]), scalar(model, SEQUENCES[1:])]
+        losses[1].backward(retain_graph=True)
+        losses[0].backward()
+        losses[1].backward()
+    factor = torch.tensor([1.0] + [2.0] * (N - 1)).double()
+    for name, wanted in truth.items():
+        ours = g[name].per_sample()
+        torch.testing.assert_close(ours, wanted * factor.view(-1, *(1 for _ in wanted.shape[1:])))
+    assert g.ids.tolist() == [0, 1, 2, 3]
+
+
+def test_two_towers_share_their_samples():
+    model = mlp()
+    run = lambda m, x: (m(x) * m(x + 1)).sum()
+    truth = truth_of(model, SEQUENCES, run)
+    with unsum.gradients(model) as g:
+        run(model, SEQUENCES).backward()
+    for name, wanted in truth.items():
+        torch.testing.assert_close(g[name].per_sample(), wanted)
+    with pytest.raises(SamplesError, match="samples"):
+        with unsum.gradients(model):
+            (model(SEQUENCES).sum() + model(SEQUENCES[:2]).sum()).backward()
+
+
+def test_submodules_called_one_after_another():
+    model = nn.ModuleDict({"encoder": nn.Linear(D, 5), "decoder": nn.Linear(5, 3)}).double()
+    run = lambda m, x: m["decoder"](torch.tanh(m["encoder"](x))).square().sum()
+    truth = truth_of(model, SEQUENCES, run)
+    with unsum.gradients(model) as g:
+        run(model, SEQUENCES).backward()
+    for name, wanted in truth.items():
+        torch.testing.assert_close(g[name].per_sample(), wanted)
+
+
+def test_marked_losses_and_a_parameter_of_the_loss():
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.temperature = nn.Linear(D, 3), nn.Parameter(torch.tensor(2.0))
+
+    model = Loss().double()
+
+    def run(m, x, mark=lambda t: t):
+        out = m.body(x)
+        return mark((out * m.temperature).square().flatten(1).sum(1)).sum()
+
+    with pytest.raises(SamplesError, match="temperature"):
+        with unsum.gradients(model):
+            run(model, SEQUENCES).backward()
+    truth = truth_of(model, SEQUENCES, run)
+    with unsum.gradients(model) as g:
+        run(model, SEQUENCES, unsum.mark_samples).backward()
+    for name, wanted in truth.items():
+        torch.testing.assert_close(g[name].per_sample(), wanted)
+
+
+def test_nobodys_part_and_auxiliary_losses():
+    model = mlp()
+    truth = truth_of(model, SEQUENCES)
+    with unsum.gradients(model) as g:
+        penalty = 0.1 * sum((p**2).sum() for p in model.parameters())
+        (scalar(model, SEQUENCES) + penalty).backward()
+    for name, wanted in truth.items():
+        torch.testing.assert_close(g[name].per_sample(), wanted)
+        torch.testing.assert_close(g[name].shared(), 0.2 * model.get_parameter(name).detach())
+
+    class Balanced(Experts):
+        def forward(self, x):
+            self.load = self.gate(x.reshape(-1, D)).softmax(-1).mean(0)
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = Balanced().double()
+    with unsum.gradients(model) as g:
+        out = model(SEQUENCES)
+        scores = unsum.mark_samples(out.flatten(1).square().sum(1))
+        scores.sum().backward()
+    torch.testing.assert_close(g["gate.weight"].sum(), model.gate.weight.grad)
+
+
+def test_what_cannot_be_known_is_an_error_before_backward():
+    model = mlp()
+    loss = scalar(model, SEQUENCES)  # before the block
+    with pytest.raises(SamplesError, match="samples"):
+        with unsum.gradients(model):
+            loss.backward()
+    assert model[0].weight.grad is None
+    with unsum.gradients(model) as g:
+        scalar(model, SEQUENCES)
+    with pytest.raises(SamplesError, match="no backward"):
+        g.norms()
+    with pytest.raises(UnsupportedError, match="create_graph"):
+        with unsum.gradients(model):
+            scalar(model, SEQUENCES).backward(create_graph=True)
+    with pytest.raises(UnsupportedError, match="compiled"):
+        unsum.gradients(torch.compile(model, backend="eager"))
+    with pytest.raises(UnsupportedError, match=r"torch\.func"):
+        with unsum.gradients(model):
+            torch.func.grad(lambda x: scalar(model, x))(SEQUENCES)
+
+
+# ---- nothing of the user's is changed -----------------------------------------------------------------------------
+
+
+def test_grad_hooks_and_random_numbers_are_as_without():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, 5), nn.Dropout(0.3), nn.GELU(), nn.Linear(5, 3))
+    twin, x = copy.deepcopy(model), SEQUENCES.float()
+    fired = {"with": [], "without": []}
+
+    def run(net, key):
+        torch.manual_seed(1)
+        net[0].weight.register_hook(lambda g: fired[key].append("parameter"))
+
+        def hook(module, args, out):
+            out.register_hook(lambda g: fired[key].append("tensor"))
+
+        net[3].register_forward_hook(hook)
+        net(x).square().mean().backward()
+        net(x).square().mean().backward()
+        return torch.rand(1)
+
+    without = run(twin, "without")
+    with unsum.gradients(model) as g:
+        assert torch.equal(run(model, "with"), without)
+    assert fired["with"] == fired["without"]
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    assert len(g.ids) == 2 * N
+    assert not model[0]._forward_hooks and not model[0]._forward_pre_hooks
+    assert len(model[0].weight._backward_hooks) == 1
+
+
+def test_reads():
+    model = mlp()
+    model[2].bias.requires_grad_(False)
+    truth = truth_of(model, SEQUENCES)
+    with unsum.gradients(model, loss_reduction="mean") as g:
+        scalar(model, SEQUENCES).backward()
+    flat = torch.cat([N * t.flatten(1) for t in truth.values()], 1)
+    torch.testing.assert_close(g.dot(g), flat @ flat.T)
+    torch.testing.assert_close(g.sq_norms(), flat.square().sum(1))
+    w = torch.randn(N).double()
+    for name, weighted in g.weighted_sum(w).items():
+        torch.testing.assert_close(weighted, torch.einsum("n,n...->...", w, N * truth[name]))
+    assert list(g.per_sample()) == list(g.sum()) == list(truth)
+    assert "0.weight" in g and "2.bias" not in g
+    with pytest.raises(KeyError, match="frozen"):
+        g["2.bias"]
+    with pytest.raises(KeyError, match="no such parameter"):
+        g["nothing"]
+    with pytest.raises(SamplesError, match="weights"):
+        g.weighted_sum(torch.ones(3))
+    with unsum.gradients(model, params="0.*") as g:
+        scalar(model, SEQUENCES).backward()
+    assert list(g) == ["0.weight", "0.bias"]
+
+
+# ---- check --------------------------------------------------------------------------------------------------------
+
+
+def test_check_is_green_on_what_is_right_and_leaves_the_model_alone():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 3)).double().eval()
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    before = copy.deepcopy(model.state_dict())
+    found = unsum.check(model, lambda m, x: m(x).square().sum(1), IMAGES)
+    assert found.ok and found.worst.error <= 1e-9
+    assert "ok" in str(found) and "0.weight" in str(found)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), before.values(), strict=True))
+    assert (model[0].weight.grad == 1).all() and model[0].bias.grad is None
+    model.train()
+    found = unsum.check(model, lambda m, x: m(x).square().sum(1), IMAGES)
+    assert not found.ok and "interact" in str(found)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), before.values(), strict=True))
+    with pytest.raises(SamplesError, match=r"shape \(n,\)"):
+        unsum.check(model, lambda m, x: m(x).sum(), IMAGES)
+
+
+def test_check_is_red_when_an_owner_is_shifted(monkeypatch):
+    from unsum.graph import split
+
+    real = split.Split._arrive
+
+    def shifted(self, node, parameter, sample, value):
+        real(self, node, parameter, (sample + 1) % self.n if sample >= 0 else sample, value)
+
+    monkeypatch.setattr(split.Split, "_arrive", shifted)
+    found = unsum.check(mlp(), lambda m, x: m(x).flatten(1).square().sum(1), SEQUENCES)
+    assert not found.ok and "WRONG" in str(found)
+
+
+def test_check_sees_samples_that_mix_without_a_trace():
+    class Detached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(D, D)
+
+        def forward(self, x):
+            h = self.fc(x)
+            return h / h.detach().std()
+
+    found = unsum.check(Detached().double(), lambda m, x: m(x).flatten(1).square().sum(1), SEQUENCES)
+    assert not found.ok and "alone" in str(found)
