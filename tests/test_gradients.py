@@ -9,6 +9,7 @@ from reference import per_sample_gradients
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import unsum
 from unsum.errors import InteractionError, SamplesError, UnsupportedError
@@ -417,6 +418,103 @@ def test_what_cannot_be_known_is_an_error_before_backward():
     with pytest.raises(UnsupportedError, match=r"torch\.func"):
         with unsum.gradients(model):
             torch.func.grad(lambda x: scalar(model, x))(SEQUENCES)
+
+
+# ---- works with ---------------------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant=None):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 3)
+        self.norm, self.reentrant = nn.LayerNorm(D), reentrant
+
+    def part(self, h):
+        return torch.tanh(self.b(self.norm(torch.tanh(self.b(h)))))
+
+    def forward(self, x):
+        h = self.a(x)
+        for _ in range(2):
+            h = self.part(h) if self.reentrant is None else checkpoint(self.part, h, use_reentrant=self.reentrant)
+        return self.c(h)
+
+
+def test_checkpoints():
+    torch.manual_seed(0)
+    model = Checkpointed().double()
+    truth = truth_of(model, SEQUENCES)
+    scalar(model, SEQUENCES).backward()
+    plain = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.reentrant = False
+    with unsum.gradients(model) as g:
+        for _ in range(2):
+            scalar(model, SEQUENCES).backward()
+    for name, wanted in truth.items():
+        torch.testing.assert_close(g[name].per_sample(), torch.cat([wanted, wanted]))
+    for p, wanted in zip(model.parameters(), plain, strict=True):
+        torch.testing.assert_close(p.grad, 2 * wanted)
+    model.reentrant = True
+    with pytest.raises(UnsupportedError, match="reentrant"):
+        with unsum.gradients(model):
+            scalar(model, SEQUENCES).backward()
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["backward inside the region", "outside"])
+def test_autocast(inside):
+    model, x = mlp().float(), SEQUENCES.float()
+    truth = truth_of(model, SEQUENCES)
+    with unsum.gradients(model) as g:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = scalar(model, x)
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+    for name, wanted in truth.items():
+        ours = g[name].per_sample()
+        assert ours.dtype == torch.float32
+        assert (ours - wanted).norm() < 0.03 * wanted.norm()
+
+
+def test_many_samples_need_two_copies():
+    model = mlp()
+    x = torch.randn(100, D, dtype=torch.float64)
+    run = lambda m, x: m(x).square().sum()
+    truth = truth_of(model, x, run)
+    with unsum.gradients(model) as g:
+        run(model, x).backward()
+    for name, wanted in truth.items():
+        torch.testing.assert_close(g[name].per_sample(), wanted)
+    with pytest.raises(SamplesError, match="2305 samples"):
+        with unsum.gradients(model):
+            run(model, torch.randn(2305, D, dtype=torch.float64)).backward()
+
+
+def test_torch_autograd_grad_user_hooks_and_nested_blocks():
+    model = mlp()
+    truth = truth_of(model, SEQUENCES)
+    with unsum.gradients(model) as outer, unsum.gradients(model, params="0.weight") as inner:
+        torch.autograd.grad(scalar(model, SEQUENCES), [model[0].weight])
+    for g in (outer, inner):
+        torch.testing.assert_close(g["0.weight"].per_sample(), truth["0.weight"])
+    assert (outer["2.weight"].per_sample() == 0).all()  # nothing was brought there
+    assert model[0].weight.grad is None
+    model[1].register_forward_hook(lambda m, a, out: (out, out.register_hook(lambda g: g * 2))[0])
+    with unsum.gradients(model) as g:
+        scalar(model, SEQUENCES).backward()
+    torch.testing.assert_close(g["0.weight"].per_sample(), 2 * truth["0.weight"])
+    torch.testing.assert_close(g["2.weight"].per_sample(), truth["2.weight"])
+
+
+def test_a_capture_inside_and_an_edit():
+    model = mlp()
+    with unsum.edit(model, {"0:grad_output": unsum.scale(3.0)}), unsum.gradients(model) as g:
+        with unsum.capture(model, "0:input", "0:grad_output") as got:
+            scalar(model, SEQUENCES).backward()
+    product = torch.einsum("nto,nti->noi", got["0:grad_output"], got["0:input"])
+    torch.testing.assert_close(g["0.weight"].per_sample(), product)
+    torch.testing.assert_close(g["0.weight"].sum(), model[0].weight.grad)
 
 
 # ---- nothing of the user's is changed -----------------------------------------------------------------------------

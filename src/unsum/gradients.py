@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from unsum.factors import Factors
 from unsum.graph.cut import Cut, find_cut, parameters_met_outside
 from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered
 from unsum.graph.owners import sweep
+from unsum.graph.saved import Saved
 from unsum.graph.sides import Sides
 from unsum.graph.split import Split, unclear, wide
 from unsum.inplace import token
@@ -84,14 +86,15 @@ class Gradients:
         self._open = True
         self._known: dict[tuple[str, int, int], Known] = {}
         self._depth = 0
-        self._checkpointed = False
+        self._saved = Saved()
+        self._learning = False
         self._calls = itertools.count()
         self._spans: list[tuple[int, int, str]] = []  # which nodes each module call has made
         self._starts: list[tuple[str, int]] = []
         self._split: Split | None = None
         self._received: dict[int, Tensor] = {}
         self._running = 0
-        self._sides = Sides(self._model)
+        self._sides = Sides(self._model, self._saved)
         self._handles: list[hooks.Handle] = []
         for name, module in self._names.modules.items():
             self._handles += hooks.on_call(
@@ -130,13 +133,11 @@ class Gradients:
     # ---- forward --------------------------------------------------------------------------------------------------
 
     def _before(self, name: str, args: Any, kwargs: Any) -> None:
-        if self not in hooks.here():
-            return
+        if self._learning or self._running or self not in hooks.here():
+            return  # in a backward, a checkpoint runs its forward again: that is not a new call
         hooks.refuse_tracing(name or "the model")
         self._starts.append((name, torch._C._autograd._get_sequence_nr()))
         self._depth += 1
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            self._checkpointed = True
         if self._depth > 1:
             return
         given = [tensor for _, tensor in leaves((args, kwargs))]
@@ -146,7 +147,7 @@ class Gradients:
             self._sides.given(tensor, has_samples=self._samples.owners(tuple(tensor.shape), self._n) is not None)
 
     def _after(self, output: Any) -> None:
-        if not self._starts or self not in hooks.here():
+        if self._learning or self._running or not self._starts or self not in hooks.here():
             return
         name, start = self._starts.pop()
         self._spans.append((start, torch._C._autograd._get_sequence_nr(), name))
@@ -188,10 +189,12 @@ class Gradients:
         self._received.clear()
         if create_graph:
             raise UnsupportedError("create_graph=True: the gradients of a second backward are not those of .grad")
-        if self._checkpointed:
-            raise UnsupportedError("a checkpoint (or another saved-tensor hook) around a module: not supported yet")
-        with torch._C.DisableTorchFunction():
-            self._learn(roots)
+        self._learning = True
+        try:
+            with torch._C.DisableTorchFunction(), self._saved.once(), _set_aside(self._model):
+                self._learn(roots)
+        finally:
+            self._learning = False
 
     def _learn(self, roots: Sequence[Any]) -> None:
         known, calls = self._find_known(roots)
@@ -249,11 +252,7 @@ class Gradients:
                 is_leaf(child) or not self._sides.is_data(child) for _, child, _ in below(node)
             )
 
-        state = torch.get_rng_state()
-        try:
-            return sweep(cut.model, cut.starts, n, keep=keep, mixed=mixed)
-        finally:
-            torch.set_rng_state(state)
+        return sweep(cut.model, cut.starts, n, keep=keep, mixed=mixed)
 
     def _interaction(self, operation: str, module: str) -> InteractionError:
         where = f" in {module!r}" if module else ""
@@ -273,6 +272,7 @@ class Gradients:
             return
         split, self._split = self._split, None
         split.detach()
+        self._saved.forget()
         if failed:
             return
         self._backwards += 1
@@ -380,6 +380,21 @@ class Gradients:
     def weighted_sum(self, w: Tensor) -> dict[str, Tensor]:
         """{parameter: Σ w_n G_n}."""
         return {name: self[name].weighted_sum(w) for name in self}
+
+
+@contextlib.contextmanager
+def _set_aside(model: nn.Module) -> Iterator[None]:
+    """Random numbers and buffers are as they were, whatever a checkpoint computes again meanwhile."""
+    buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
+    versions = {buffer: buffer._version for buffer in buffers}
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers.items():
+                if buffer._version != versions[buffer]:
+                    buffer.copy_(value)
 
 
 def mark_samples(tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unsum.graph.nodes import Node, below, is_leaf, ordered
+from unsum.graph.saved import Saved
 from unsum.nested import leaves
 
 _LIKE_THE_FIRST = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
@@ -26,8 +27,9 @@ _PASSED_OVER = {"backward", "register_hook", "__get__", "size", "dim", "stride",
 class Sides(TorchFunctionMode):
     """Watches what is computed while it is entered, and knows the data-side nodes."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, saved: Saved) -> None:
         super().__init__()
+        self._saved = saved
         self.mixing: list[str] = []  # operations that mix samples without a trace in the graph
         self._kinds: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
         self._token = object()
@@ -60,7 +62,8 @@ class Sides(TorchFunctionMode):
         self._note_mixing(func, args, kwargs, kinds)
         at = {t.grad_fn: self._kind(t) == "data" for t in inputs if t.grad_fn is not None}
         memory = {_memory(t) for t in inputs if self._kind(t) in ("data", "ids")} - {None}
-        result = func(*args, **kwargs)
+        with self._saved.over_checkpoint():
+            result = func(*args, **kwargs)
         for tensor in _tensors(result):
             if isinstance(tensor, nn.Parameter):
                 continue

@@ -1,0 +1,64 @@
+"""Reading what nodes have saved inside a checkpoint, more than once.
+
+A non-reentrant checkpoint lets each saved tensor be unpacked once in a backward, and computes its region again for the
+first. A node that is called again needs its tensors again. While torch's own hooks are on top, hooks of ours go over
+them that ask torch once and keep the answer until they are told to forget.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+
+class _Box:
+    """What torch's checkpoint has packed, and the tensor once it was unpacked."""
+
+    __slots__ = ("inner", "tensor", "unpack")
+
+    def __init__(self, inner: Any, unpack: Callable[[Any], Tensor]) -> None:
+        self.inner, self.unpack = inner, unpack
+        self.tensor: Tensor | None = None
+
+
+class Saved:
+    """Keeps what checkpoints unpack, for the time of a sweep or of a backward."""
+
+    def __init__(self) -> None:
+        self._open: list[_Box] = []
+
+    def over_checkpoint(self) -> AbstractContextManager[Any]:
+        """Hooks of ours for what is computed within, if a checkpoint's own are on top."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is None or "_checkpoint_hook." not in getattr(top[1], "__qualname__", ""):
+            return contextlib.nullcontext()
+        pack, unpack = top
+        return torch.autograd.graph.saved_tensors_hooks(lambda t: _Box(pack(t), unpack), self._unpack)
+
+    def _unpack(self, box: _Box) -> Tensor:
+        if box.tensor is None:
+            box.tensor = box.unpack(box.inner)
+            self._open.append(box)
+        return box.tensor
+
+    @contextlib.contextmanager
+    def once(self) -> Iterator[None]:
+        """Outside a backward every unpacking computes its region again; within this, each region once."""
+        group = getattr(torch.utils.checkpoint, "GraphExecGroup", None)
+        try:
+            with contextlib.nullcontext() if group is None else group():
+                yield
+        finally:
+            self.forget()
+
+    def forget(self) -> None:
+        """Let go of the tensors; they are computed again when they are needed again."""
+        for box in self._open:
+            box.tensor = None
+        self._open.clear()
