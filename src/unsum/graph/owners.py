@@ -111,6 +111,7 @@ def _owner_of(plain: Tensor, scaled: list[Tensor], n: int) -> Tensor | None:
     precise = plain.dtype in (torch.float64, torch.complex128)
     tolerance, small = (1e-9, 1e-13) if precise else (1e-3, 1e-6)
     tiny = plain.abs() <= small * plain.abs().max() if plain.numel() else seen
+    clear = seen  # where the ratio spells an owner; elsewhere it must be too small to matter
     for copy, value in enumerate(scaled):
         if bool(((value != 0) & ~seen).any()):
             return None
@@ -118,15 +119,15 @@ def _owner_of(plain: Tensor, scaled: list[Tensor], n: int) -> Tensor | None:
         real = (ratio.real if ratio.is_complex() else ratio).double()
         logarithm = real.clamp_min(1e-300).log2()
         exponent = logarithm.round()
-        wrong = ((logarithm - exponent).abs() > tolerance) | (real <= 0)
-        if bool((seen & ~tiny & wrong).any()):
+        clear = clear & ((logarithm - exponent).abs() <= tolerance) & (real > 0)
+        if bool((seen & ~tiny & ~clear).any()):
             return None
         digit = exponent.long()
         index = torch.where(digit > 0, digit - 1, digit) + STEP // 2
         owner = torch.where(digit == 0, NOBODY, index if copy == 0 else owner + index * STEP)
-    if bool((seen & ~tiny & (owner >= n)).any()):
+    if bool((clear & ~tiny & (owner >= n)).any()):
         return None
-    return torch.where(seen & ~tiny, owner, UNSEEN)
+    return torch.where(clear & (owner < n), owner, UNSEEN)
 
 
 def complete(owner: Tensor, n: int) -> Tensor:
