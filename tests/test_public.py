@@ -5,6 +5,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch import nn
 
 import unsum
 from unsum import cli
@@ -13,11 +15,11 @@ from unsum import cli
 def test_all_is_what_is_visible():
     names = {n for n in vars(unsum) if not n.startswith("_")}
     modules = {n for n in names if type(getattr(unsum, n)).__name__ == "module"}
-    assert names - modules | {"errors"} == set(unsum.__all__)
+    assert names - modules | {"errors", "testing"} == set(unsum.__all__)
 
 
 def test_every_public_function_has_a_docstring_with_an_example():
-    for name in set(unsum.__all__) - {"errors"}:
+    for name in set(unsum.__all__) - {"errors", "testing"}:
         assert ">>>" in (getattr(unsum, name).__doc__ or ""), name
 
 
@@ -58,7 +60,33 @@ def test_sites_on_the_command_line(tmp_path, capsys):
     assert cli.main(["sites", f"{file}:make", "1:output"]) == 1
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["sites", "--help"], ["demo", "--help"], ["--version"]], ids=str)
+def test_check_on_the_command_line(tmp_path, capsys):
+    file = tmp_path / "net.py"
+    file.write_text(
+        "import torch\nfrom torch import nn\n"
+        "def right():\n    return nn.Linear(3, 1), lambda m, x: m(x).square().sum(1), torch.randn(4, 3)\n"
+        "def wrong():\n    return nn.BatchNorm1d(3), lambda m, x: m(x).square().sum(1), torch.randn(4, 3)\n"
+        "def no(): return 3\n"
+    )
+    assert cli.main(["check", f"{file}:right"]) == 0
+    assert capsys.readouterr().out.startswith("ok")
+    assert cli.main(["check", f"{file}:wrong", "--json"]) == 3
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] is False and "interact" in told["interacting"]
+    assert cli.main(["check", f"{file}:no"]) == 1
+    assert "(model, loss_fn, batch)" in capsys.readouterr().err
+
+
+def test_the_fixture_that_any_project_gets(assert_exact):
+    batch = torch.randn(4, 3, dtype=torch.float64)
+    assert assert_exact(nn.Linear(3, 2).double(), lambda m, x: m(x).square().sum(1), batch).ok
+    with pytest.raises(AssertionError, match="interact"):
+        assert_exact(nn.BatchNorm1d(3).double(), lambda m, x: m(x).square().sum(1), batch)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["check", "--help"], ["sites", "--help"], ["demo", "--help"], ["--version"]], ids=str
+)
 def test_help(arguments):
     done = subprocess.run([sys.executable, "-m", "unsum", *arguments], capture_output=True, text=True, check=True)
     assert "unsum" in done.stdout

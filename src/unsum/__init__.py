@@ -1,9 +1,10 @@
 """unsum: the gradient before the sum.
 
-What flows through a network, forward and backward, at places that have names; and what if it were different.
+What flows through a network, forward and backward, at places that have names; what if it were different; and whose
+gradient it is.
 """
 
-from unsum import errors
+from unsum import errors, testing
 from unsum.capture import capture
 from unsum.check import check
 from unsum.edit import edit
@@ -35,5 +36,6 @@ __all__ = [
     "scale",
     "sites",
     "steer",
+    "testing",
     "zero",
 ]

@@ -1,4 +1,4 @@
-"""The command line: `unsum demo`, `unsum sites`."""
+"""The command line: `unsum demo`, `unsum sites`, `unsum check`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from unsum.errors import OptionError, UnsumError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Exit code 0: done; 1: unsum says no; 2: the command line is wrong."""
+    """Run a command. Exit code 0: done; 1: unsum says no; 2: the command line is wrong; 3: a check is red."""
     arguments = _parser().parse_args(argv)
     try:
-        arguments.run(arguments)
+        return int(arguments.run(arguments) or 0)
     except UnsumError as error:
         print(f"unsum: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -45,6 +44,15 @@ def _parser() -> argparse.ArgumentParser:
     sites.add_argument("pattern", nargs="*", help="only the sites that these patterns choose")
     sites.add_argument("--json", action="store_true", help="print a JSON list of names")
     sites.set_defaults(run=_sites)
+    check = commands.add_parser(
+        "check",
+        help="compare gradients per sample with plain autograd",
+        description="Compare gradients per sample with plain autograd on a model of yours.",
+        epilog="example: unsum check my_model.py:make; exit code 3 if something differs or samples interact",
+    )
+    check.add_argument("target", help="module:function or file.py:function that returns (model, loss_fn, batch)")
+    check.add_argument("--json", action="store_true", help="print the result as JSON")
+    check.set_defaults(run=_check)
     return parser
 
 
@@ -57,6 +65,19 @@ def _demo(arguments: argparse.Namespace) -> None:
 def _sites(arguments: argparse.Namespace) -> None:
     found = unsum.sites(_model(arguments.target), *arguments.pattern)
     print(json.dumps(list(found)) if arguments.json else found)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    made = _call(arguments.target)
+    if not isinstance(made, tuple) or len(made) != 3:
+        raise OptionError(f"{arguments.target} must return (model, loss_fn, batch), got {type(made).__name__}")
+    found = unsum.check(*made)
+    if arguments.json:
+        rows = {row.name: row.error for row in found.rows}
+        print(json.dumps({"ok": found.ok, "interacting": found.interacting, "errors": rows}))
+    else:
+        print(found)
+    return 0 if found.ok else 3
 
 
 def _model(target: str) -> nn.Module:

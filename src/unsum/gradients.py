@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from unsum import hooks
 from unsum import samples as sample_maps
 from unsum.errors import InteractionError, OptionError, SamplesError, UnsupportedError
-from unsum.factors import Factors
+from unsum.gathered import Gradients
 from unsum.graph.cut import Cut, find_cut, parameters_met_outside
 from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered
 from unsum.graph.owners import sweep
@@ -38,18 +37,8 @@ class Known:
     marked: bool = False  # by the user: goes before what the outputs say
 
 
-@dataclass
-class Group:
-    """Samples that came together, and their gradients so far."""
-
-    n: int
-    ids: Tensor
-    per_sample: dict[int, Tensor] = field(default_factory=dict)
-    shared: dict[int, Tensor] = field(default_factory=dict)
-
-
-class Gradients:
-    """The block that `unsum.gradients` makes, and what it has found: read `g[name]` or all parameters at once."""
+class GradientsBlock:
+    """The block that `unsum.gradients` makes."""
 
     def __init__(
         self,
@@ -67,15 +56,7 @@ class Gradients:
         self._model = self._names.model
         self._samples = samples
         self._interacting = interacting
-        self._mean = loss_reduction == "mean"
-        chosen = fnmatch.filter(self._names.parameters, params)
-        self._parameters = {name: p for name in chosen if (p := self._names.parameters[name]).requires_grad}
-        self._by_id: dict[int, str] = {}
-        for name, parameter in self._parameters.items():
-            self._by_id.setdefault(id(parameter), name)
-        self._groups: dict[frozenset[int], Group] = {}
-        self._meetings: dict[int, list[str]] = {}
-        self._forwards = self._backwards = 0
+        self._options = (params, loss_reduction == "mean")
         self._open = False
 
     # ---- the block ------------------------------------------------------------------------------------------------
@@ -84,6 +65,8 @@ class Gradients:
         if self._open:
             raise OptionError("this block is open already; make another one with unsum.gradients(...)")
         self._open = True
+        params, mean = self._options
+        self._found = Gradients(self._names, params, self._samples, mean=mean)
         self._known: dict[tuple[str, int, int], Known] = {}
         self._depth = 0
         self._saved = Saved()
@@ -96,17 +79,17 @@ class Gradients:
         self._running = 0
         self._sides = Sides(self._model, self._saved)
         self._handles: list[hooks.Handle] = []
-        for name, module in self._names.modules.items():
+        for module, name in {module: name for name, module in reversed(self._names.modules.items())}.items():
             self._handles += hooks.on_call(
                 module,
                 lambda args, kwargs, name=name: self._before(name, args, kwargs),  # type: ignore[misc]
                 lambda output: self._after(output),
             )
-        for parameter in {id(p): p for p in self._parameters.values()}.values():
+        for parameter in self._found.unique().values():
             self._handles.append(hooks.on_gradient(parameter, self._receiver(parameter)))
         self._blocks = hooks.open_block(self)
         self._sides.__enter__()
-        return self
+        return self._found
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -154,7 +137,7 @@ class Gradients:
         self._depth -= 1
         if self._depth:
             return
-        self._forwards += 1
+        self._found.forwards += 1
         call = next(self._calls)
         for _, tensor in leaves(output):
             if tensor.grad_fn is None:
@@ -201,20 +184,19 @@ class Gradients:
         if not known:
             raise SamplesError(
                 "cannot tell whose gradient this is: no tensor with known samples lies between loss and model.\n"
-                "  call the model inside the block; samples=unsum.dim(k) says which dimension the samples are"
+                "  call the model inside the block, say samples=unsum.dim(k), or unsum.mark_samples(losses)"
             )
         cut = find_cut(roots, known, self._sides.is_data)
-        for node, name in parameters_met_outside(cut, self._by_id):
+        for node, name in parameters_met_outside(cut, self._found.by_id):
             raise SamplesError(
                 f"{name} meets data at {node.name()}, outside the model's outputs, where the samples are unknown.\n"
-                "  let a module that is called inside the block do it"
+                "  unsum.mark_samples(losses) says whose each loss is"
             )
         n = self._count(known)
         if self._sides.mixing and self._interacting == "error":
             raise self._interaction(self._sides.mixing[0], "")
         owners = self._owners(cut, n)
-        wanted = {id(p): p for p in self._parameters.values()}
-        self._split = Split(cut, owners, n, wanted)
+        self._split = Split(cut, owners, n, self._found.unique())
         self._group = frozenset(calls)
         self._split.attach()
 
@@ -275,11 +257,10 @@ class Gradients:
         self._saved.forget()
         if failed:
             return
-        self._backwards += 1
         if split.unknown:
             raise unclear(split.unknown)
         self._check_sum(split)
-        self._take_in(split)
+        self._found.take_in(split, self._group, self._received)
 
     def _check_sum(self, split: Split) -> None:
         """Σ per sample + shared must be what arrived at the parameter: else something was not seen."""
@@ -293,93 +274,9 @@ class Gradients:
             missing = float((received - found).abs().max()) if received.numel() else 0.0
             if not missing <= split.rounding * scale:
                 raise SamplesError(
-                    f"{self._by_id[key]}: part of its gradient comes from where no samples are known "
+                    f"{self._found.by_id[key]}: part of its gradient comes from where no samples are known "
                     f"({missing:.1e} of {scale:.1e}).\n  call what uses it as a module inside the block"
                 )
-
-    def _take_in(self, split: Split) -> None:
-        ids = self._samples.ids
-        group = self._groups.setdefault(self._group, Group(split.n, torch.arange(split.n) if ids is None else ids))
-        for key in self._received:
-            for mine, new in ((group.per_sample, split.per_sample), (group.shared, split.shared)):
-                if key in new:
-                    value = new[key] * split.n if self._mean else new[key]
-                    mine[key] = mine[key] + value if key in mine else value
-        for key, met in split.meetings.items():
-            self._meetings.setdefault(key, []).extend(m for m in met if m not in self._meetings.get(key, []))
-
-    # ---- reading --------------------------------------------------------------------------------------------------
-
-    def _ordered(self) -> list[Group]:
-        if not self._groups:
-            if self._forwards and not self._backwards:
-                raise SamplesError("the block saw a forward and caught no backward: call loss.backward() inside it")
-            raise SamplesError("nothing was differentiated inside the block, so there are no samples")
-        return [self._groups[key] for key in sorted(self._groups, key=min)]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._parameters
-
-    def __getitem__(self, name: str) -> Factors:
-        parameter = self._parameters.get(name)
-        if parameter is None:
-            if name in self._names.parameters:
-                raise KeyError(f"{name}: frozen (requires_grad=False), or not chosen by params=")
-            raise KeyError(f"{name}: no such parameter; there are: {', '.join(list(self._parameters)[:8])}, ...")
-        groups, key = self._ordered(), id(parameter)
-        like = parameter.new_zeros((), dtype=wide(parameter.dtype))
-        parts = [g.per_sample.get(key, like.new_zeros(g.n, *parameter.shape)) for g in groups]
-        shared = [g.shared.get(key, like.new_zeros(parameter.shape)) for g in groups]
-        return Factors(torch.cat(parts), torch.stack(shared).sum(0))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._by_id.values())
-
-    def coverage(self) -> str:
-        """A table: each parameter, its share of all elements, the operations at which it met data, and how its
-        gradients were obtained."""
-        unique = [(name, self._parameters[name]) for name in self._by_id.values()]
-        total = sum(p.numel() for _, p in unique) or 1
-        rows = [("parameter", "elements", "meets data at", "how")]
-        for name, parameter in unique:
-            met = self._meetings.get(id(parameter))
-            rows.append(
-                (name, f"{parameter.numel() / total:.1%}", ", ".join(met or ["nothing"]), "replay" if met else "-")
-            )
-        width = [max(len(row[i]) for row in rows) for i in range(3)]
-        return "\n".join(f"{a:<{width[0]}}  {b:>{width[1]}}  {c:<{width[2]}}  {d}" for a, b, c, d in rows)
-
-    @property
-    def ids(self) -> Tensor:
-        """The samples' ids, in the order of all results."""
-        groups = self._ordered()
-        if self._samples.ids is not None:
-            return torch.cat([group.ids for group in groups])
-        return torch.arange(sum(group.n for group in groups))
-
-    def sq_norms(self) -> Tensor:
-        """(n,): over all parameters."""
-        return torch.stack([self[name].sq_norms().double() for name in self]).sum(0)
-
-    def norms(self) -> Tensor:
-        """(n,): over all parameters."""
-        return self.sq_norms().sqrt()
-
-    def dot(self, other: Gradients) -> Tensor:
-        """(n, m): inner products with every sample of `other`, over all parameters."""
-        return torch.stack([self[name].dot(other[name]).double() for name in self]).sum(0)
-
-    def sum(self) -> dict[str, Tensor]:
-        """{parameter: sum over samples}."""
-        return {name: self[name].sum() for name in self}
-
-    def per_sample(self) -> dict[str, Tensor]:
-        """{parameter: (n, *shape)}."""
-        return {name: self[name].per_sample() for name in self}
-
-    def weighted_sum(self, w: Tensor) -> dict[str, Tensor]:
-        """{parameter: Σ w_n G_n}."""
-        return {name: self[name].weighted_sum(w) for name in self}
 
 
 @contextlib.contextmanager
@@ -413,7 +310,7 @@ def mark_samples(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, Tensor) or tensor.grad_fn is None:
         raise SamplesError("mark_samples names a tensor that was computed from parameters")
     for block in hooks.here():
-        if isinstance(block, Gradients):
+        if isinstance(block, GradientsBlock):
             block.mark(tensor)
     return tensor
 
@@ -426,7 +323,7 @@ def gradients(
     interacting: Literal["error", "exact"] = "error",
     loss_reduction: Literal["mean"] | None = None,
     params: str = "*",
-) -> Gradients:
+) -> GradientsBlock:
     """The gradient of every sample, for every parameter of any model, from the graph that `backward` walks.
 
     Args:
@@ -455,4 +352,4 @@ def gradients(
         raise OptionError(f"interacting={interacting!r}: choose 'error' or 'exact'")
     if loss_reduction not in (None, "mean"):
         raise OptionError(f"loss_reduction={loss_reduction!r}: None or 'mean'")
-    return Gradients(model, sample_maps.read(samples), interacting, loss_reduction, params)
+    return GradientsBlock(model, sample_maps.read(samples), interacting, loss_reduction, params)
