@@ -275,6 +275,28 @@ def test_interacting_samples_are_refused_and_exact_on_request(make):
         torch.testing.assert_close(g[name].per_sample(), wanted)
 
 
+def test_a_loss_on_the_diagonal_of_similarities_does_not_make_samples_interact():
+    class Towers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(D, 5), nn.Linear(D, 5)
+
+        def forward(self, x):
+            h = x.mean(1)
+            return self.one(h) @ self.two(h).T
+
+    torch.manual_seed(0)
+    model = Towers().double()
+    truth = truth_of(model, SEQUENCES, lambda m, x: m(x).diagonal().square().sum())
+    with unsum.gradients(model) as g:
+        model(SEQUENCES).diagonal().square().sum().backward()
+    for name, wanted in truth.items():
+        torch.testing.assert_close(g[name].per_sample(), wanted)
+    with pytest.raises(InteractionError, match="interact"):
+        with unsum.gradients(model):
+            model(SEQUENCES).logsumexp(1).sum().backward()
+
+
 # ---- samples ------------------------------------------------------------------------------------------------------
 
 

@@ -351,7 +351,9 @@ class Flow:
             )
         return self.receiver.gradient(spot, grad, self.backwards)
 
-    def before_backward(self, roots: Sequence[Any], *, create_graph: bool, accumulates: bool) -> None:
+    def before_backward(
+        self, roots: Sequence[Any], grads: Sequence[Tensor | None], *, create_graph: bool, accumulates: bool
+    ) -> None:
         self._accumulates.append(accumulates)
         self._collections.append(Collection(self.arrived))
         if len(self._accumulates) == 1:

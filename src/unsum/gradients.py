@@ -18,7 +18,7 @@ from unsum.errors import InteractionError, OptionError, SamplesError, Unsupporte
 from unsum.gathered import Gradients
 from unsum.graph.cut import Cut, find_cut, parameters_met_outside
 from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered
-from unsum.graph.owners import sweep
+from unsum.graph.owners import all_are_seen, sweep, where_nonzero
 from unsum.graph.saved import Saved
 from unsum.graph.sides import Sides
 from unsum.graph.split import Split, unclear, wide
@@ -164,7 +164,9 @@ class GradientsBlock:
 
     # ---- backward -------------------------------------------------------------------------------------------------
 
-    def before_backward(self, roots: Sequence[Any], *, create_graph: bool, accumulates: bool) -> None:
+    def before_backward(
+        self, roots: Sequence[Any], grads: Sequence[Tensor | None], *, create_graph: bool, accumulates: bool
+    ) -> None:
         self._running += 1
         if self._running > 1:
             return
@@ -175,11 +177,11 @@ class GradientsBlock:
         self._learning = True
         try:
             with torch._C.DisableTorchFunction(), self._saved.once(), _set_aside(self._model):
-                self._learn(roots)
+                self._learn(roots, grads)
         finally:
             self._learning = False
 
-    def _learn(self, roots: Sequence[Any]) -> None:
+    def _learn(self, roots: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
         known, calls = self._find_known(roots)
         if not known:
             raise SamplesError(
@@ -195,7 +197,14 @@ class GradientsBlock:
         n = self._count(known)
         if self._sides.mixing and self._interacting == "error":
             raise self._interaction(self._sides.mixing[0], "")
-        owners = self._owners(cut, n)
+        try:
+            owners = self._owners(cut, n, None)
+        except InteractionError:
+            # Perhaps only where the loss does not look: a loss on the diagonal of n × n similarities, say.
+            looked_at = where_nonzero(cut, roots, grads)
+            if not all_are_seen(cut.starts, looked_at, n):
+                raise
+            owners = self._owners(cut, n, looked_at)
         self._split = Split(cut, owners, n, self._found.unique())
         self._group = frozenset(calls)
         self._split.attach()
@@ -223,7 +232,7 @@ class GradientsBlock:
             raise SamplesError(f"one backward crosses forwards with different numbers of samples: {sorted(sizes)}")
         return sizes.pop()
 
-    def _owners(self, cut: Cut, n: int) -> Any:
+    def _owners(self, cut: Cut, n: int, only: Mapping[Edge, Tensor] | None) -> Any:
         def mixed(node: Node) -> None:
             if self._interacting == "error" and self._sides.is_data(node):
                 raise self._interaction(node.name(), self._module_of(node))
@@ -234,7 +243,7 @@ class GradientsBlock:
                 is_leaf(child) or not self._sides.is_data(child) for _, child, _ in below(node)
             )
 
-        return sweep(cut.model, cut.starts, n, keep=keep, mixed=mixed)
+        return sweep(cut.model, cut.starts, n, only=only, keep=keep, mixed=mixed)
 
     def _interaction(self, operation: str, module: str) -> InteractionError:
         where = f" in {module!r}" if module else ""

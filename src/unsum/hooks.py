@@ -37,7 +37,9 @@ _undo: list[Callable[[], None]] = []
 class Block(Protocol):
     """Something open that wants to know when a backward begins and ends."""
 
-    def before_backward(self, roots: Sequence[Any], *, create_graph: bool, accumulates: bool) -> None: ...
+    def before_backward(
+        self, roots: Sequence[Any], grads: Sequence[Tensor | None], *, create_graph: bool, accumulates: bool
+    ) -> None: ...
     def after_backward(self, *, failed: bool) -> None: ...
 
 
@@ -182,7 +184,7 @@ def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any,
     try:
         for block in blocks:
             begun.append(block)
-            block.before_backward(roots, create_graph=create_graph, accumulates=accumulates)
+            block.before_backward(roots, args[0], create_graph=create_graph, accumulates=accumulates)
         result = engine(roots, *args, **kwargs)
         failed = False
         return result

@@ -11,12 +11,14 @@ Not the loss's own gradient: ignored labels, dead units and cancellation would h
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from unsum.errors import SamplesError
-from unsum.graph.nodes import Edge, Node, is_leaf
+from unsum.graph.cut import Cut
+from unsum.graph.nodes import Edge, Node, edge_of, is_leaf
 from unsum.graph.replay import replay
 
 STEP = 48  # samples that one copy tells apart: exponents from -24 to 24, without 0
@@ -30,16 +32,17 @@ def sweep(
     starts: Mapping[Edge, Tensor],
     n: int,
     *,
+    only: Mapping[Edge, Tensor] | None = None,
     keep: Callable[[Node], bool],
     mixed: Callable[[Node], None],
 ) -> dict[Node, Owners | None]:
     """The owners of the nodes in `model`, which are in order; None where positions mix samples. `mixed` is told of each
-    such node, and may raise. Beside the sweep's front, only the owners of nodes that `keep` names are held, and of
-    those above a mixed one."""
+    such node, and may raise. With `only`, the sweep starts just where that is true. Beside the sweep's front, only the
+    owners of nodes that `keep` names are held."""
     if n > STEP**2:
         raise SamplesError(f"{n} samples in one backward; at most {STEP**2} can be told apart")
     copies = 1 if n <= STEP else 2
-    front = _start(starts, n, copies)
+    front = _start(starts, n, copies, only)
     owners: dict[Node, Owners | None] = {}
     for node in model:
         streams = front.pop(node, None)
@@ -66,7 +69,39 @@ def _add(front: Front, node: Node, output: int, stream: int, value: Tensor, copi
     front[node][stream][output] = value if known is None else known + value
 
 
-def _start(starts: Mapping[Edge, Tensor], n: int, copies: int) -> Front:
+def where_nonzero(cut: Cut, roots: Sequence[Any], grads: Sequence[Tensor | None]) -> dict[Edge, Tensor]:
+    """Where the loss's own gradient at the cut is not zero: the loss's nodes called by us, so that no hook fires."""
+    front: Front = {}
+    arrived: dict[Edge, Tensor] = {}
+
+    def send(node: Node, output: int, value: Tensor) -> None:
+        if (node, output) in cut.starts:
+            known = arrived.get((node, output))
+            arrived[node, output] = value if known is None else known + value
+        elif not is_leaf(node):
+            _add(front, node, output, 0, value, 0)
+
+    for root, grad in zip(roots, grads, strict=True):
+        node, output = edge_of(root) if isinstance(root, Tensor) else (root.node, root.output_nr)
+        if node is not None:
+            send(node, output, torch.ones_like(root) if grad is None else grad)
+    for node in cut.loss:
+        if node in front:
+            for (child, output), value in zip(node.next_functions, replay(node, front.pop(node)[0]), strict=True):
+                if child is not None and value is not None:
+                    send(child, output, value)
+    return {edge: value != 0 for edge, value in arrived.items()}
+
+
+def all_are_seen(starts: Mapping[Edge, Tensor], only: Mapping[Edge, Tensor], n: int) -> bool:
+    """Whether every sample has a place at the cut where this is true."""
+    seen = torch.zeros(n + 1, dtype=torch.bool)
+    for edge, mask in only.items():
+        seen[starts[edge][mask.cpu()]] = True
+    return bool(seen[:n].all())
+
+
+def _start(starts: Mapping[Edge, Tensor], n: int, copies: int, only: Mapping[Edge, Tensor] | None) -> Front:
     generator = torch.Generator().manual_seed(0)
     front: Front = {}
     for (node, output), owner in starts.items():
@@ -80,6 +115,9 @@ def _start(starts: Mapping[Edge, Tensor], n: int, copies: int) -> Front:
             # Made on the CPU: CUDA's pow is not exact.
             factor = 1.0 if stream == 0 else torch.pow(2.0, _exponents(n, stream - 1)[owner].double())
             value = (drawn.to(meta.dtype) * factor).to(meta.dtype).to(meta.device)
+            if only is not None:
+                mask = only.get((node, output))
+                value = torch.zeros_like(value) if mask is None else value * mask
             _add(front, node, output, stream, value, copies)
     return front
 
