@@ -40,7 +40,7 @@ class Gradients:
             self.by_id.setdefault(id(parameter), name)
         self.forwards = self.backwards = 0
         self._groups: dict[frozenset[int], Group] = {}
-        self._meetings: dict[int, list[str]] = {}
+        self._meetings: dict[int, dict[str, None]] = {}
 
     def unique(self) -> dict[int, nn.Parameter]:
         """The parameters by id, tied ones once."""
@@ -57,8 +57,7 @@ class Gradients:
                     value = new[key] * split.n if self._mean else new[key]
                     mine[key] = mine[key] + value if key in mine else value
         for key, met in split.meetings.items():
-            known = self._meetings.setdefault(key, [])
-            known += [name for name in met if name not in known]
+            self._meetings.setdefault(key, {}).update(met)
 
     def _ordered(self) -> list[Group]:
         if not self._groups:

@@ -35,11 +35,12 @@ class Split:
         self.n = n
         self.per_sample: dict[int, Tensor] = {}  # by the id of the parameter
         self.shared: dict[int, Tensor] = {}
-        self.meetings: dict[int, list[str]] = {}
+        self.meetings: dict[int, dict[str, None]] = {}  # the operations at which each parameter met data
         self.unknown: list[str] = []  # what went wrong, to be said after the backward
         self.rounding = max((_rounding(node) for node in cut.model if not is_leaf(node)), default=1e-9)
         self._cut, self._owners, self._wanted = cut, owners, wanted
         self._streams: dict[Node, Streams] = {}
+        self._origins: dict[Node, dict[str, None]] = {}  # where the streams of a node without owners met data
         self._handles: list[hooks.Handle] = []
 
     def attach(self) -> None:
@@ -63,6 +64,7 @@ class Split:
             handle.remove()
         self._handles.clear()
         self._streams.clear()
+        self._origins.clear()
 
     def _wait(self, node: Node, then: Callable[[Node, Grads], None]) -> None:
         self._handles.append(hooks.on_node(node, partial(then, node)))
@@ -98,23 +100,23 @@ class Split:
 
     def _hand_on(self, node: Node, sample: int, grads: Grads) -> None:
         results = replay(node, grads)
+        origins = self._origins.get(node, {node.name(): None})
         for i, child, output in below(node):
             value = results[i]
             if value is None or not self._is_wanted(child):
                 continue
             if is_leaf(child):
-                self._arrive(node, child.variable, sample, value)
+                self._arrive(origins, child.variable, sample, value)
             else:
+                self._origins.setdefault(child, {}).update(origins)
                 streams = self._streams.setdefault(child, {})
                 outputs = streams.setdefault(sample, [None] * len(child._input_metadata))
                 known = outputs[output]
                 outputs[output] = value if known is None else known + value
 
-    def _arrive(self, node: Node, parameter: Tensor, sample: int, value: Tensor) -> None:
+    def _arrive(self, origins: Mapping[str, None], parameter: Tensor, sample: int, value: Tensor) -> None:
         key = id(parameter)
-        met = self.meetings.setdefault(key, [])
-        if node.name() not in met:
-            met.append(node.name())
+        self.meetings.setdefault(key, {}).update(origins)
         value = value.to(wide(parameter.dtype))
         if sample == SHARED:
             self.shared[key] = self.shared[key] + value if key in self.shared else value
