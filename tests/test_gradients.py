@@ -1,7 +1,9 @@
 """The gradient of every sample: against plain autograd, one sample at a time, in float64."""
 
 import copy
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -569,6 +571,32 @@ def test_grad_hooks_and_random_numbers_are_as_without():
     assert len(g.ids) == 2 * N
     assert not model[0]._forward_hooks and not model[0]._forward_pre_hooks
     assert len(model[0].weight._backward_hooks) == 1
+
+
+def test_grad_left_alone_and_the_scale_of_a_grad_scaler():
+    model = mlp()
+    truth = truth_of(model, SEQUENCES)
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with unsum.gradients(model, grad=False, scaler=scaler) as g:
+        scaler.scale(scalar(model, SEQUENCES)).backward()
+    assert (model[0].weight.grad == 1).all() and model[2].weight.grad is None
+    for name, wanted in truth.items():
+        torch.testing.assert_close(g[name].per_sample(), wanted)
+
+
+def test_a_long_block_keeps_no_graph():
+    model = mlp()
+    with unsum.gradients(model) as g:
+        refs = []
+        for _ in range(200):
+            loss = scalar(model, SEQUENCES[:1])
+            refs.append(weakref.ref(unsum.inplace.token(loss.grad_fn)))
+            loss.backward()
+            del loss
+        gc.collect()
+        assert sum(ref() is not None for ref in refs) <= 1
+    assert len(g.ids) == 200
 
 
 def test_reads():

@@ -46,8 +46,11 @@ class Gradients:
         """The parameters by id, tied ones once."""
         return {id(p): p for p in self.parameters.values()}
 
-    def take_in(self, split: Split, calls: frozenset[int], reached: Iterable[int]) -> None:
-        """Add what one backward brought to the parameters that it reached, for the samples of these forwards."""
+    def take_in(
+        self, split: Split, calls: frozenset[int], reached: Iterable[int], scale: Tensor | float | None
+    ) -> None:
+        """Add what one backward brought to the parameters that it reached, for the samples of these forwards, without
+        the loss scale."""
         self.backwards += 1
         ids = self._samples.ids
         group = self._groups.setdefault(calls, Group(split.n, torch.arange(split.n) if ids is None else ids))
@@ -55,6 +58,7 @@ class Gradients:
             for mine, new in ((group.per_sample, split.per_sample), (group.shared, split.shared)):
                 if key in new:
                     value = new[key] * split.n if self._mean else new[key]
+                    value = value if scale is None else value / scale
                     mine[key] = mine[key] + value if key in mine else value
         for key, met in split.meetings.items():
             self._meetings.setdefault(key, {}).update(met)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -22,7 +23,8 @@ from unsum.graph.owners import all_are_seen, sweep, where_nonzero
 from unsum.graph.saved import Saved
 from unsum.graph.sides import Sides
 from unsum.graph.split import Split, unclear, wide
-from unsum.inplace import token
+from unsum.inplace import Token, token
+from unsum.keeping import current_scale
 from unsum.nested import leaves
 from unsum.sites import Names
 
@@ -31,7 +33,7 @@ from unsum.sites import Names
 class Known:
     """A tensor whose samples are known, found again in the graph by its number and its token."""
 
-    token: object
+    token: weakref.ref[Token]
     owners: Tensor
     call: int
     marked: bool = False  # by the user: goes before what the outputs say
@@ -47,6 +49,8 @@ class GradientsBlock:
         interacting: str,
         loss_reduction: str | None,
         params: str,
+        grad: bool,
+        scaler: Any,
     ) -> None:
         self._names = Names(model)
         if type(model).__name__ == "OptimizedModule" or any(
@@ -57,6 +61,8 @@ class GradientsBlock:
         self._samples = samples
         self._interacting = interacting
         self._options = (params, loss_reduction == "mean")
+        self._grad = grad
+        self._scaler = scaler
         self._open = False
 
     # ---- the block ------------------------------------------------------------------------------------------------
@@ -68,6 +74,7 @@ class GradientsBlock:
         params, mean = self._options
         self._found = Gradients(self._names, params, self._samples, mean=mean)
         self._known: dict[tuple[str, int, int], Known] = {}
+        self._alive = 64
         self._depth = 0
         self._saved = Saved()
         self._learning = False
@@ -150,7 +157,11 @@ class GradientsBlock:
         node = tensor.grad_fn
         assert node is not None
         key = (node.name(), node._sequence_nr(), tensor.output_nr)
-        self._known[key] = Known(token(node), owners, call, marked)
+        self._known[key] = Known(weakref.ref(token(node)), owners, call, marked)
+        if len(self._known) > 2 * self._alive:  # a long block: let go of graphs that are gone
+            self._known = {key: known for key, known in self._known.items() if known.token() is not None}
+            self._spans = self._spans[-10_000:]
+            self._alive = max(len(self._known), 64)
 
     def mark(self, tensor: Tensor) -> None:
         """Dimension 0 of this tensor is the samples."""
@@ -174,12 +185,17 @@ class GradientsBlock:
         self._received.clear()
         if create_graph:
             raise UnsupportedError("create_graph=True: the gradients of a second backward are not those of .grad")
+        self._put_back: list[tuple[nn.Parameter, Tensor | None]] = []
         self._learning = True
         try:
             with torch._C.DisableTorchFunction(), self._saved.once(), _set_aside(self._model):
                 self._learn(roots, grads)
         finally:
             self._learning = False
+        if not self._grad:  # set aside, or torch would add to it in place
+            self._put_back = [(p, p.grad) for p in self._names.parameters.values()]
+            for parameter, _ in self._put_back:
+                parameter.grad = None
 
     def _learn(self, roots: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
         known, calls = self._find_known(roots)
@@ -218,7 +234,7 @@ class GradientsBlock:
                 continue
             for output in range(len(node._input_metadata)):
                 entry = self._known.get((node.name(), node._sequence_nr(), output))
-                if entry is not None and token(node) is entry.token:
+                if entry is not None and token(node) is entry.token():
                     found[node, output] = entry
         if any(entry.marked for entry in found.values()):
             found = {edge: entry for edge, entry in found.items() if entry.marked}
@@ -261,6 +277,8 @@ class GradientsBlock:
         self._running -= 1
         if self._running or self._split is None:
             return
+        for parameter, stored in self._put_back:
+            parameter.grad = stored
         split, self._split = self._split, None
         split.detach()
         self._saved.forget()
@@ -269,7 +287,8 @@ class GradientsBlock:
         if split.unknown:
             raise unclear(split.unknown)
         self._check_sum(split)
-        self._found.take_in(split, self._group, self._received)
+        scale = None if self._scaler is None else current_scale(self._scaler)
+        self._found.take_in(split, self._group, self._received, scale)
 
     def _check_sum(self, split: Split) -> None:
         """Σ per sample + shared must be what arrived at the parameter: else something was not seen."""
@@ -332,6 +351,8 @@ def gradients(
     interacting: Literal["error", "exact"] = "error",
     loss_reduction: Literal["mean"] | None = None,
     params: str = "*",
+    grad: bool = True,
+    scaler: Any = None,
 ) -> GradientsBlock:
     """The gradient of every sample, for every parameter of any model, from the graph that `backward` walks.
 
@@ -345,6 +366,8 @@ def gradients(
             part of the loss all the same.
         loss_reduction: "mean" says that the loss was a mean over samples, and gives the gradients of each sample's own.
         params: A glob that chooses parameters by name.
+        grad: False leaves every `.grad` as it was.
+        scaler: A GradScaler whose scale is to be taken out.
 
     Examples:
         >>> model = nn.Linear(3, 1, bias=False)
@@ -361,4 +384,4 @@ def gradients(
         raise OptionError(f"interacting={interacting!r}: choose 'error' or 'exact'")
     if loss_reduction not in (None, "mean"):
         raise OptionError(f"loss_reduction={loss_reduction!r}: None or 'mean'")
-    return GradientsBlock(model, sample_maps.read(samples), interacting, loss_reduction, params)
+    return GradientsBlock(model, sample_maps.read(samples), interacting, loss_reduction, params, grad, scaler)

@@ -112,9 +112,16 @@ def walk(roots: Iterable[Any]) -> Iterator[Any]:
                 waiting.append(below)
 
 
-def token(node: Any) -> object:
-    """An object of this node's own, kept in the node: recognises it without holding it."""
-    return node.metadata.setdefault("unsum", object())
+class Token:
+    """Belongs to one node and lives as long as it does."""
+
+    __slots__ = ("__weakref__",)
+
+
+def token(node: Any) -> Token:
+    """The token of a node, kept in the node: recognises it without holding it."""
+    found: Token = node.metadata.setdefault("unsum", Token())
+    return found
 
 
 def _id(node: Any) -> NodeId:
