@@ -41,4 +41,4 @@ class Factors:
         return torch.tensordot(w.to(self._per_sample), self._per_sample, 1)
 
     def _flat(self) -> Tensor:
-        return self._per_sample.reshape(len(self._per_sample), -1)
+        return self._per_sample.reshape(len(self._per_sample), self._shared.numel())

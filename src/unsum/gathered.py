@@ -53,6 +53,13 @@ class Gradients:
         the loss scale."""
         self.backwards += 1
         ids = self._samples.ids
+        for known in [key for key in self._groups if key & calls]:  # the same samples, as they share a forward
+            if self._groups[known].n != split.n:
+                raise SamplesError(
+                    f"backwards through the same forward have {self._groups[known].n} and {split.n} samples"
+                )
+            self._merge(known, known | calls)
+            calls = known | calls
         group = self._groups.setdefault(calls, Group(split.n, torch.arange(split.n) if ids is None else ids))
         for key in reached:
             for mine, new in ((group.per_sample, split.per_sample), (group.shared, split.shared)):
@@ -69,6 +76,13 @@ class Gradients:
                 raise SamplesError("the block saw a forward and caught no backward: call loss.backward() inside it")
             raise SamplesError("nothing was differentiated inside the block, so there are no samples")
         return [self._groups[key] for key in sorted(self._groups, key=min)]
+
+    def _merge(self, known: frozenset[int], calls: frozenset[int]) -> None:
+        group = self._groups.pop(known)
+        other = self._groups.setdefault(calls, Group(group.n, group.ids))
+        for mine, new in ((other.per_sample, group.per_sample), (other.shared, group.shared)):
+            for key, value in new.items():
+                mine[key] = mine[key] + value if key in mine else value
 
     def __contains__(self, name: object) -> bool:
         return name in self.parameters

@@ -19,7 +19,7 @@ from unsum.errors import InteractionError, OptionError, SamplesError, Unsupporte
 from unsum.gathered import Gradients
 from unsum.graph.cut import Cut, find_cut, parameters_met_outside
 from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered
-from unsum.graph.owners import all_are_seen, sweep, where_nonzero
+from unsum.graph.owners import Owners, all_are_seen, sweep, where_nonzero
 from unsum.graph.saved import Saved
 from unsum.graph.sides import Sides
 from unsum.graph.split import Split, unclear, wide
@@ -93,7 +93,8 @@ class GradientsBlock:
                 lambda output: self._after(output),
             )
         for parameter in self._found.unique().values():
-            self._handles.append(hooks.on_gradient(parameter, self._receiver(parameter)))
+            # First, so that it sees what arrives and not what the user's own hooks make of it.
+            self._handles.append(hooks.on_gradient(parameter, self._receiver(parameter), first=True))
         self._blocks = hooks.open_block(self)
         self._sides.__enter__()
         return self._found
@@ -147,8 +148,8 @@ class GradientsBlock:
         self._found.forwards += 1
         call = next(self._calls)
         for _, tensor in leaves(output):
-            if tensor.grad_fn is None:
-                continue
+            if tensor.grad_fn is None or self._sides.is_weight(tensor.grad_fn):
+                continue  # a weight that the model returns belongs to nobody
             owners = self._samples.owners(tuple(tensor.shape), self._n)
             if owners is not None:
                 self._know(tensor, owners, call)
@@ -205,22 +206,22 @@ class GradientsBlock:
                 "  call the model inside the block, say samples=unsum.dim(k), or unsum.mark_samples(losses)"
             )
         cut = find_cut(roots, known, self._sides.is_data)
-        for node, name in parameters_met_outside(cut, self._found.by_id):
+        for node, name in parameters_met_outside(cut, self._found.by_id, self._sides.is_weight):
             raise SamplesError(
                 f"{name} meets data at {node.name()}, outside the model's outputs, where the samples are unknown.\n"
                 "  unsum.mark_samples(losses) says whose each loss is"
             )
-        n = self._count(known)
+        n = self._count(cut.starts)
         if self._sides.mixing and self._interacting == "error":
             raise self._interaction(self._sides.mixing[0], "")
         try:
-            owners = self._owners(cut, n, None)
+            owners = self._owners(cut, n, known, None)
         except InteractionError:
             # Perhaps only where the loss does not look: a loss on the diagonal of n × n similarities, say.
             looked_at = where_nonzero(cut, roots, grads)
             if not all_are_seen(cut.starts, looked_at, n):
                 raise
-            owners = self._owners(cut, n, looked_at)
+            owners = self._owners(cut, n, known, looked_at)
         self._split = Split(cut, owners, n, self._found.unique())
         self._group = frozenset(calls)
         self._split.attach()
@@ -248,7 +249,9 @@ class GradientsBlock:
             raise SamplesError(f"one backward crosses forwards with different numbers of samples: {sorted(sizes)}")
         return sizes.pop()
 
-    def _owners(self, cut: Cut, n: int, only: Mapping[Edge, Tensor] | None) -> Any:
+    def _owners(
+        self, cut: Cut, n: int, known: Mapping[Edge, Tensor], only: Mapping[Edge, Tensor] | None
+    ) -> dict[Node, Owners | None]:
         def mixed(node: Node) -> None:
             if self._interacting == "error" and self._sides.is_data(node):
                 raise self._interaction(node.name(), self._module_of(node))
@@ -259,7 +262,7 @@ class GradientsBlock:
                 is_leaf(child) or not self._sides.is_data(child) for _, child, _ in below(node)
             )
 
-        return sweep(cut.model, cut.starts, n, only=only, keep=keep, mixed=mixed)
+        return sweep(cut.model, cut.starts, n, only=only, known=known, keep=keep, mixed=mixed)
 
     def _interaction(self, operation: str, module: str) -> InteractionError:
         where = f" in {module!r}" if module else ""

@@ -85,11 +85,15 @@ def on_call(module: nn.Module, before: Callable[..., Any], after: Callable[..., 
     ]
 
 
-def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Handle:
-    """Call `hook` with the gradient of `tensor`, whenever a backward has computed it."""
+def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None], *, first: bool = False) -> Handle:
+    """Call `hook` with the gradient of `tensor`, whenever a backward has computed it; first of all hooks on it."""
     # Reading grad_fn renews the graph of a view that was changed through an alias; without it torch crashes here.
     _ = tensor.grad_fn
-    return tensor.register_hook(_Hook(hook))
+    handle = tensor.register_hook(_Hook(hook))
+    if first:
+        registered: Any = tensor._backward_hooks
+        registered.move_to_end(handle.id, last=False)
+    return handle
 
 
 def on_node(node: Any, hook: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...] | None]) -> Handle:

@@ -64,6 +64,8 @@ def dim(k: int) -> Dim:
         >>> dim(1)
         Dim(k=1)
     """
+    if k < 0:
+        raise SamplesError(f"dim({k}): count the dimension of the samples from the front, 0 or more")
     return Dim(k)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unsum.graph.nodes import Edge, Node, below, edge_of, is_leaf, ordered
 
-# Joining by addition is no meeting: the two sides have nothing to do with each other.
+# Scalars joined by addition do not meet: the two sides have nothing to do with each other.
 JOINS = ("AddBackward0", "SubBackward0", "StackBackward0", "CatBackward0", "RsubBackward1")
 
 
@@ -59,12 +59,23 @@ def find_cut(roots: Sequence[Any], known: Mapping[Edge, Tensor], is_data: Any) -
     return Cut(starts, model, loss_order, on_data)
 
 
-def parameters_met_outside(cut: Cut, wanted: Mapping[int, str]) -> list[tuple[Node, str]]:
+def is_penalty(node: Node) -> bool:
+    """Whether something may be joined here that belongs to nobody: scalars that are added up to the loss."""
+    return node.name() in JOINS and tuple(node._input_metadata[0].shape) == ()
+
+
+def parameters_met_outside(cut: Cut, wanted: Mapping[int, str], is_weight: Any) -> list[tuple[Node, str]]:
     """Parameters that meet data in the loss's own code, where nobody knows the samples: (node, name)."""
     inside = set(cut.model)
     met = []
+    for node in cut.loss:
+        if node not in cut.on_data and not is_weight(node):
+            # Not seen to depend on weights alone: it may use data that no samples are known of.
+            met += [
+                (node, wanted[id(c.variable)]) for _, c, _ in below(node) if is_leaf(c) and id(c.variable) in wanted
+            ]
     for node in cut.on_data:
-        if node.name() in JOINS:
+        if is_penalty(node):
             continue
         for _, child, _ in below(node):
             if child in cut.on_data or (child in inside and not is_leaf(child)):

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
-from unsum.errors import SamplesError
+from unsum.errors import SamplesError, UnsupportedError
 from unsum.graph.cut import Cut
 from unsum.graph.nodes import Edge, Node, edge_of, is_leaf
-from unsum.graph.replay import replay
+from unsum.graph.replay import Grads, replay
 
 STEP = 48  # samples that one copy tells apart: exponents from -24 to 24, without 0
 NOBODY, UNSEEN = -1, -2
@@ -33,6 +34,7 @@ def sweep(
     n: int,
     *,
     only: Mapping[Edge, Tensor] | None = None,
+    known: Mapping[Edge, Tensor] | None = None,
     keep: Callable[[Node], bool],
     mixed: Callable[[Node], None],
 ) -> dict[Node, Owners | None]:
@@ -51,7 +53,11 @@ def sweep(
         found = _decode(streams, n)
         if found is None:
             mixed(node)
+        else:
+            _compare(node, found, known or {})
         owners[node] = found if found is None or keep(node) else []
+        if isinstance(node, BackwardCFunction):
+            _refuse_changing(node, streams[0])
         for stream, grads in enumerate(streams):
             for (child, output), value in zip(node.next_functions, replay(node, grads), strict=True):
                 if child is not None and value is not None and not is_leaf(child):
@@ -67,6 +73,27 @@ def _add(front: Front, node: Node, output: int, stream: int, value: Tensor, copi
         front[node] = [[None] * len(node._input_metadata) for _ in range(copies + 1)]
     known = front[node][stream][output]
     front[node][stream][output] = value if known is None else known + value
+
+
+def _compare(node: Node, found: Owners, known: Mapping[Edge, Tensor]) -> None:
+    """Outputs that lie upstream of others say themselves whose they are: both must agree."""
+    for output, owner in enumerate(found):
+        said = known.get((node, output))
+        if said is not None and owner is not None and bool(((owner != said.to(owner.device)) & (owner >= 0)).any()):
+            raise SamplesError(
+                f"at {node.name()}, the output of a module, two ways of counting disagree whose the samples are: the "
+                "dimension of the samples has changed between two calls.\n  unsum.mark_samples(losses) says it"
+            )
+
+
+def _refuse_changing(node: Node, grads: Grads) -> None:
+    """A custom Function must give the same twice: one that changes what it has saved cannot be called again."""
+    for one, other in zip(replay(node, grads), replay(node, grads), strict=True):
+        if one is not None and other is not None and not torch.allclose(one, other, equal_nan=True):
+            raise UnsupportedError(
+                f"{node.name()} gives something else when it is called again: its backward draws random numbers, or "
+                "changes what it has saved"
+            )
 
 
 def where_nonzero(cut: Cut, roots: Sequence[Any], grads: Sequence[Tensor | None]) -> dict[Edge, Tensor]:
@@ -122,10 +149,15 @@ def _start(starts: Mapping[Edge, Tensor], n: int, copies: int, only: Mapping[Edg
     return front
 
 
+def _digits(n: int, copy: int) -> int:
+    """How many exponents this copy needs."""
+    return min(n, STEP) if copy == 0 else -(-n // STEP)
+
+
 def _exponents(n: int, copy: int) -> Tensor:
     """The exponent of each sample in this copy, never 0; the last entry, index -1, is nobody's: 0."""
     sample = torch.arange(n)
-    digit = (sample % STEP if copy == 0 else sample // STEP) - STEP // 2
+    digit = (sample % STEP if copy == 0 else sample // STEP) - _digits(n, copy) // 2
     return torch.cat([torch.where(digit >= 0, digit + 1, digit), torch.zeros(1, dtype=torch.long)])
 
 
@@ -147,7 +179,7 @@ def _owner_of(plain: Tensor, scaled: list[Tensor], n: int) -> Tensor | None:
     seen = plain != 0
     owner = torch.zeros(plain.shape, dtype=torch.long, device=plain.device)
     precise = plain.dtype in (torch.float64, torch.complex128)
-    tolerance, small = (1e-9, 1e-13) if precise else (1e-3, 1e-6)
+    tolerance, small = (1e-9, 1e-13) if precise else (2e-5, 1e-6) if plain.dtype == torch.float32 else (2e-2, 1e-3)
     tiny = plain.abs() <= small * plain.abs().max() if plain.numel() else seen
     clear = seen  # where the ratio spells an owner; elsewhere it must be too small to matter
     for copy, value in enumerate(scaled):
@@ -161,7 +193,10 @@ def _owner_of(plain: Tensor, scaled: list[Tensor], n: int) -> Tensor | None:
         if bool((seen & ~tiny & ~clear).any()):
             return None
         digit = exponent.long()
-        index = torch.where(digit > 0, digit - 1, digit) + STEP // 2
+        index = torch.where(digit > 0, digit - 1, digit) + _digits(n, copy) // 2
+        clear = clear & ((digit == 0) | ((index >= 0) & (index < _digits(n, copy))))
+        if bool((seen & ~tiny & ~clear).any()):
+            return None
         owner = torch.where(digit == 0, NOBODY, index if copy == 0 else owner + index * STEP)
     if bool((clear & ~tiny & (owner >= n)).any()):
         return None
@@ -173,6 +208,7 @@ def complete(owner: Tensor, n: int) -> Tensor:
     unseen = owner == UNSEEN
     if not bool(unseen.any()) or bool(unseen.all()):
         return owner
+    fitting: Tensor | None = None
     for d, size in enumerate(owner.shape):
         if size % n:
             continue
@@ -181,5 +217,7 @@ def complete(owner: Tensor, n: int) -> Tensor:
             along = (torch.arange(size, device=owner.device) // block) % n
             wanted = along.view([-1 if k == d else 1 for k in range(owner.dim())]).expand(owner.shape)
             if bool((unseen | (owner == wanted)).all()):
-                return wanted.contiguous()
-    return owner
+                if fitting is not None and not torch.equal(fitting, wanted):
+                    return owner  # more than one layout fits: none is known
+                fitting = wanted
+    return owner if fitting is None else fitting.contiguous()

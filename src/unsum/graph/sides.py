@@ -1,9 +1,10 @@
 """Which nodes depend on data, and which on weights alone.
 
 In the graph both look alike: `W.T` and `x.T` are the same node. So the forward is watched, call by call. A tensor is
-`weight` (parameters, buffers, what factories make), `data` (what the model is given, and what is computed of it), `ids`
-(whole numbers from the inputs: a token's id carries data to the embedding that it looks up) or `choice` (whole numbers
-from floats, such as an argmax: a weight that data has *chosen* is still a weight).
+`weight` (parameters, buffers, and what is computed of them), `made` (by a factory: `zeros`, `randn`, `arange`), `data`
+(what the model is given, and what is computed of it), `ids` (whole numbers from the inputs: a token's id carries data
+to the embedding that it looks up) or `choice` (whole numbers from floats, such as an argmax: a weight that data has
+*chosen* is still a weight).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from unsum.graph.saved import Saved
 from unsum.nested import leaves
 
 _LIKE_THE_FIRST = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
-_PASSED_OVER = {"backward", "register_hook", "__get__", "size", "dim", "stride", "numel", "is_floating_point"}
+_PASSED_OVER = {"backward", "register_hook", "size", "dim", "stride", "numel", "is_floating_point"}
 
 
 class Sides(TorchFunctionMode):
@@ -41,13 +42,18 @@ class Sides(TorchFunctionMode):
         """Whether what flows through this node depends on data."""
         return self._token in node.metadata.get("unsum.data", ())
 
-    def _is_data_from_now_on(self, node: Node) -> None:
+    def is_weight(self, node: Node) -> bool:
+        """Whether it was seen that what flows through this node depends on parameters alone."""
+        return self._token in node.metadata.get("unsum.weight", ())
+
+    def _note(self, node: Node, side: str) -> None:
         # Noted in the node: to hold the nodes would hold the graph.
-        node.metadata.setdefault("unsum.data", set()).add(self._token)
+        node.metadata.setdefault(f"unsum.{side}", set()).add(self._token)
 
     def given(self, tensor: Tensor, *, has_samples: bool) -> None:
         """A tensor is handed to the model."""
-        self._kinds[tensor] = ("data" if _is_real(tensor) else "ids") if has_samples else "weight"
+        if self._kinds.get(tensor) != "weight":
+            self._kinds[tensor] = ("data" if _is_real(tensor) else "ids") if has_samples else "made"
 
     def _kind(self, tensor: Tensor) -> str:
         return self._kinds.get(tensor) or ("data" if _is_real(tensor) else "ids")
@@ -64,13 +70,20 @@ class Sides(TorchFunctionMode):
         memory = {_memory(t) for t in inputs if self._kind(t) in ("data", "ids")} - {None}
         with self._saved.over_checkpoint():
             result = func(*args, **kwargs)
+        self._note_written(name, inputs, kinds)
         for tensor in _tensors(result):
             if isinstance(tensor, nn.Parameter):
                 continue
             kind = _result_kind(kinds, _is_real(tensor))
             self._kinds[tensor] = kind
-            if kind == "data" and tensor.grad_fn is not None and tensor.grad_fn not in at:
+            if tensor.grad_fn is None or tensor.grad_fn in at:
+                continue
+            if kind == "data":
                 self._note_data(tensor.grad_fn, at, memory)
+            elif kind == "weight":
+                for node in ordered([tensor.grad_fn], stop=lambda n: n in at or is_leaf(n)):
+                    if node not in at and not is_leaf(node):
+                        self._note(node, "weight")
         return result
 
     def _kinds_of(self, name: str, inputs: list[Tensor]) -> set[str]:
@@ -80,7 +93,7 @@ class Sides(TorchFunctionMode):
 
     def _note_data(self, top: Node, at: dict[Node, bool], memory: set[int | None]) -> None:
         """The nodes that one call has made: data if they lead to a data argument, or saved a view of one."""
-        self._is_data_from_now_on(top)
+        self._note(top, "data")
         inner = ordered([top], stop=lambda n: n in at or is_leaf(n))
         data = {node for node, is_data in at.items() if is_data}
         for node in reversed(inner):
@@ -88,7 +101,16 @@ class Sides(TorchFunctionMode):
                 continue
             if any(child in data for _, child, _ in below(node)) or _saved(node) & memory:
                 data.add(node)
-                self._is_data_from_now_on(node)
+                self._note(node, "data")
+
+    def _note_written(self, name: str, inputs: list[Tensor], kinds: set[str]) -> None:
+        """What is written into becomes data, if data is written: `buffer[:] = x`, `buffer.copy_(x)`."""
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        if not writes or not inputs or not kinds & {"data", "ids"}:
+            return
+        for target in (inputs[0], inputs[0]._base):
+            if target is not None and not isinstance(target, nn.Parameter):
+                self._kinds[target] = "data" if _is_real(target) else "choice"
 
     def _note_mixing(self, func: Any, args: Any, kwargs: Any, kinds: set[str]) -> None:
         functional = nn.functional
@@ -99,11 +121,11 @@ class Sides(TorchFunctionMode):
 
 
 def _result_kind(kinds: set[str], is_real: bool) -> str:
-    if is_real:
-        return "data" if kinds & {"data", "ids"} else "weight"
-    if kinds & {"data", "choice"}:
-        return "choice"
-    return "ids" if "ids" in kinds else "weight"
+    if is_real and kinds & {"data", "ids"}:
+        return "data"
+    if is_real or not kinds & {"data", "choice", "ids"}:
+        return "weight" if kinds == {"weight"} else "made"
+    return "choice" if kinds & {"data", "choice"} else "ids"
 
 
 def _argument(args: Any, kwargs: Any, place: int, name: str) -> bool:

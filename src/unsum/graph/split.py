@@ -16,7 +16,7 @@ from torch import Tensor
 
 from unsum import hooks
 from unsum.errors import SamplesError
-from unsum.graph.cut import JOINS, Cut
+from unsum.graph.cut import Cut, is_penalty
 from unsum.graph.nodes import Node, below, is_leaf
 from unsum.graph.owners import NOBODY, UNSEEN, Owners
 from unsum.graph.replay import Grads, replay
@@ -53,7 +53,7 @@ class Split:
             elif any(self._is_wanted(child) for _, child, _ in below(node)):
                 self._wait(node, self._owned)
         for node in self._cut.loss:
-            if (node not in self._cut.on_data or node.name() in JOINS) and any(
+            if (node not in self._cut.on_data or is_penalty(node)) and any(
                 self._is_wanted(child) for _, child, _ in below(node)
             ):
                 self._wait(node, self._nobodys)
