@@ -444,6 +444,203 @@ def test_what_cannot_be_known_is_an_error_before_backward():
             torch.func.grad(lambda x: scalar(model, x))(SEQUENCES)
 
 
+class Outside(nn.Module):
+    """A layer, and parameters that the loss uses by itself."""
+
+    def __init__(self, aux=None):
+        super().__init__()
+        self.body, self.other = nn.Linear(D, 2), nn.Linear(D, 2)
+        self.b, self.w = nn.Parameter(torch.randn(2)), nn.Parameter(torch.randn(D, 2))
+        self.make_aux = aux
+
+    def forward(self, x):
+        if self.make_aux is not None:
+            self.aux = self.make_aux(self, x)
+        return self.body(x)
+
+
+def written(x):
+    buffer = torch.zeros(*x.shape, dtype=x.dtype)
+    buffer[:] = x
+    return buffer
+
+
+FLAT = SEQUENCES[:, 0]
+OUTSIDE = {
+    "difference": (None, lambda m, x: (m(x) - m.b).square()),
+    "sum": (None, lambda m, x: (m(x) + m.b).square()),
+    "cat": (None, lambda m, x: torch.cat([m(x), m.b.expand(len(x), 2)], 1).prod(1, keepdim=True)),
+    "stack": (None, lambda m, x: torch.stack([m(x), m.b.expand(len(x), 2)], 1).prod(1)),
+    "prototypes": (None, lambda m, x: (m(x)[:, None] - m.w).square().sum(-1).logsumexp(1, keepdim=True)),
+    "written data": (None, lambda m, x: m(x).square() + (written(x) @ m.w).square()),
+    "a head beside the outputs": (lambda m, x: m.other(x.flip(1).T.contiguous().T), lambda m, x: m(x) ** 2 + m.aux**2),
+    "written, then a head": (lambda m, x: m.other(written(x)), lambda m, x: m(x) ** 2 + m.aux**2),
+    "noise through a head": (lambda m, x: m.other(torch.ones_like(x)), lambda m, x: m(x) ** 2 + m.aux**2),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_parameter_that_meets_data_outside_the_outputs_is_right_or_refused(name):
+    torch.manual_seed(0)
+    aux, losses = OUTSIDE[name]
+    model = Outside(aux).double()
+    run = lambda m, x: losses(m, x).flatten(1).sum()
+    truth = truth_of(model, FLAT, run)
+    try:
+        with unsum.gradients(model) as g:
+            run(model, FLAT).backward()
+    except SamplesError as error:
+        refused = str(error)
+        assert "mark_samples" in refused
+        assert model.body.weight.grad is None
+        with unsum.gradients(model) as g:
+            unsum.mark_samples(losses(model, FLAT).flatten(1).sum(1)).sum().backward()
+    for parameter, wanted in truth.items():
+        torch.testing.assert_close(g[parameter].per_sample(), wanted, msg=parameter)
+
+
+def test_dimensions_of_the_same_size_are_told_apart_by_trying():
+    square = SEQUENCES[:, :N, :N]
+    for make, run in (
+        (lambda: nn.Linear(N, N), lambda m, x: m(x[:, 0]).square().sum()),
+        (lambda: nn.LSTM(N, 5, batch_first=True), lambda m, x: m(x)[0].square().sum()),
+    ):
+        torch.manual_seed(0)
+        model = make().double()
+        truth = truth_of(model, square, run)
+        with unsum.gradients(model) as g:
+            run(model, square).backward()
+        for name, wanted in truth.items():
+            torch.testing.assert_close(g[name].per_sample(), wanted)
+
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(N, N)
+
+        def forward(self, x):
+            return self.fc(x).transpose(0, 1)
+
+    turned = Turned().double()
+    with pytest.raises(SamplesError, match="dimension 1"):
+        with unsum.gradients(turned):
+            turned(square).square().sum().backward()
+    states = nn.LSTM(N, 5, 2, batch_first=True, bidirectional=True).double()
+    with pytest.raises(SamplesError, match="dimension 1"):
+        with unsum.gradients(states):
+            states(square)[1][0].square().sum().backward()
+
+
+def test_weights_that_the_model_returns_are_not_samples():
+    class Prototypes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.c = nn.Linear(D, 3), nn.Parameter(torch.randn(N, 3))
+
+        def forward(self, x):
+            return self.fc(x), F.normalize(self.c, dim=-1)
+
+    model = Prototypes().double()
+    with pytest.raises(SamplesError, match="mark_samples"):
+        with unsum.gradients(model):
+            out, c = model(FLAT)
+            (out @ c.T).log_softmax(1).sum().backward()
+
+
+def test_backwards_that_share_a_forward_share_its_samples():
+    model = mlp()
+    truth = truth_of(model, SEQUENCES, lambda m, x: (m(x) - m(-2 * x)).square().sum() + m(x).square().sum())
+    with unsum.gradients(model) as g:
+        a, b = model(SEQUENCES), model(-2 * SEQUENCES)
+        (a - b).square().sum().backward(retain_graph=True)
+        a.square().sum().backward()
+    for name, wanted in truth.items():
+        torch.testing.assert_close(g[name].per_sample(), wanted)
+
+
+def test_a_layout_that_is_not_clear_is_not_guessed():
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.head = nn.Linear(D, D), nn.Linear(D, 2)
+
+        def forward(self, x):
+            self.h = self.fc(x.transpose(0, 1))
+            return self.head(self.h[torch.tensor([0, 1, 2, 3]), torch.arange(N)])
+
+    torch.manual_seed(0)
+    model, x = Last().double(), SEQUENCES[:, :N]
+    with pytest.raises(SamplesError):
+        with unsum.gradients(model):
+            (model(x).square().sum() + model.h.square().sum()).backward()
+
+
+def test_weights_of_every_making_are_weights():
+    class Made(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(D, D))
+
+        def forward(self, x):
+            return x @ (self.w.T * 2) + x @ self.w.mT.relu() + x @ (self.w @ self.w.T)
+
+    orthogonal = lambda: nn.Sequential(parametrizations.orthogonal(nn.Linear(D, D)))
+    for make in (Made, orthogonal):
+        torch.manual_seed(0)
+        model = make().double()
+        truth = truth_of(model, SEQUENCES)
+        with unsum.gradients(model) as g:
+            scalar(model, SEQUENCES).backward()
+        for name, wanted in truth.items():
+            torch.testing.assert_close(g[name].per_sample(), wanted)
+
+
+def test_a_function_that_changes_what_it_saved_is_refused_before_backward():
+    class Doubling(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.x = x.clone()
+            return x * w
+
+        @staticmethod
+        def backward(ctx, grad):
+            ctx.x.mul_(2)
+            return grad, (grad * ctx.x).sum((0, 1))
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(D))
+
+        def forward(self, x):
+            return Doubling.apply(x, self.w)
+
+    model = Net().double()
+    with pytest.raises(UnsupportedError, match="DoublingBackward"):
+        with unsum.gradients(model):
+            model(SEQUENCES).sum().backward()
+    assert model.w.grad is None
+
+
+def test_a_users_hook_on_a_parameter_set_before_the_block():
+    model = mlp()
+    truth = truth_of(model, SEQUENCES)
+    model[0].weight.register_hook(lambda g: g * 3)
+    with unsum.gradients(model) as g:
+        scalar(model, SEQUENCES).backward()
+    torch.testing.assert_close(g["0.weight"].per_sample(), truth["0.weight"])
+    torch.testing.assert_close(model[0].weight.grad, 3 * truth["0.weight"].sum(0))
+
+
+def test_an_empty_batch_and_a_bad_dimension():
+    model = mlp()
+    with unsum.gradients(model) as g:
+        model(SEQUENCES[:0]).sum().backward()
+    assert g.norms().shape == (0,)
+    with pytest.raises(SamplesError, match="dim"):
+        unsum.dim(-1)
+
+
 # ---- works with ---------------------------------------------------------------------------------------------------
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -20,6 +19,7 @@ from unsum.gathered import Gradients
 from unsum.graph.cut import Cut, find_cut, parameters_met_outside
 from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered
 from unsum.graph.owners import Owners, all_are_seen, sweep, where_nonzero
+from unsum.graph.probe import confirm, state_set_aside
 from unsum.graph.saved import Saved
 from unsum.graph.sides import Sides
 from unsum.graph.split import Split, unclear, wide
@@ -76,6 +76,7 @@ class GradientsBlock:
         self._known: dict[tuple[str, int, int], Known] = {}
         self._alive = 64
         self._depth = 0
+        self._outer: tuple[Callable[..., Any], Any, Any] | None = None
         self._saved = Saved()
         self._learning = False
         self._calls = itertools.count()
@@ -89,7 +90,7 @@ class GradientsBlock:
         for module, name in {module: name for name, module in reversed(self._names.modules.items())}.items():
             self._handles += hooks.on_call(
                 module,
-                lambda args, kwargs, name=name: self._before(name, args, kwargs),  # type: ignore[misc]
+                lambda args, kwargs, name=name, module=module: self._before(name, module, args, kwargs),  # type: ignore[misc]
                 lambda output: self._after(output),
             )
         for parameter in self._found.unique().values():
@@ -123,7 +124,7 @@ class GradientsBlock:
 
     # ---- forward --------------------------------------------------------------------------------------------------
 
-    def _before(self, name: str, args: Any, kwargs: Any) -> None:
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._learning or self._running or self not in hooks.here():
             return  # in a backward, a checkpoint runs its forward again: that is not a new call
         hooks.refuse_tracing(name or "the model")
@@ -131,6 +132,7 @@ class GradientsBlock:
         self._depth += 1
         if self._depth > 1:
             return
+        self._outer = (module.forward, args, kwargs)
         given = [tensor for _, tensor in leaves((args, kwargs))]
         k = self._samples.k if isinstance(self._samples, sample_maps.Dim) else 0
         self._n = next((t.shape[k] for t in given if t.dim() > k), None)
@@ -147,12 +149,27 @@ class GradientsBlock:
             return
         self._found.forwards += 1
         call = next(self._calls)
+        self._confirm(output)
         for _, tensor in leaves(output):
             if tensor.grad_fn is None or self._sides.is_weight(tensor.grad_fn):
                 continue  # a weight that the model returns belongs to nobody
             owners = self._samples.owners(tuple(tensor.shape), self._n)
             if owners is not None:
                 self._know(tensor, owners, call)
+
+    def _confirm(self, output: Any) -> None:
+        """Where an output has the size of the batch along several dimensions, see which are the samples."""
+        outer, self._outer = self._outer, None
+        n = self._n
+        if outer is None or n is None or not isinstance(self._samples, sample_maps.Dim):
+            return
+        if all(list(tensor.shape).count(n) < 2 for _, tensor in leaves(output) if tensor.grad_fn is not None):
+            return
+        self._learning = True
+        try:
+            confirm(self._model, *outer, n=n, k=self._samples.k)
+        finally:
+            self._learning = False
 
     def _know(self, tensor: Tensor, owners: Tensor, call: int, *, marked: bool = False) -> None:
         node = tensor.grad_fn
@@ -189,7 +206,7 @@ class GradientsBlock:
         self._put_back: list[tuple[nn.Parameter, Tensor | None]] = []
         self._learning = True
         try:
-            with torch._C.DisableTorchFunction(), self._saved.once(), _set_aside(self._model):
+            with torch._C.DisableTorchFunction(), self._saved.once(), state_set_aside(self._model):
                 self._learn(roots, grads)
         finally:
             self._learning = False
@@ -308,21 +325,6 @@ class GradientsBlock:
                     f"{self._found.by_id[key]}: part of its gradient comes from where no samples are known "
                     f"({missing:.1e} of {scale:.1e}).\n  call what uses it as a module inside the block"
                 )
-
-
-@contextlib.contextmanager
-def _set_aside(model: nn.Module) -> Iterator[None]:
-    """Random numbers and buffers are as they were, whatever a checkpoint computes again meanwhile."""
-    buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
-    versions = {buffer: buffer._version for buffer in buffers}
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in buffers.items():
-                if buffer._version != versions[buffer]:
-                    buffer.copy_(value)
 
 
 def mark_samples(tensor: Tensor) -> Tensor:

@@ -92,7 +92,8 @@ def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None], *, firs
     handle = tensor.register_hook(_Hook(hook))
     if first:
         registered: Any = tensor._backward_hooks
-        registered.move_to_end(handle.id, last=False)
+        for key in [key for key in registered if key != handle.id]:  # torch goes by the order of insertion
+            registered[key] = registered.pop(key)
     return handle
 
 
