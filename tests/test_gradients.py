@@ -632,6 +632,72 @@ def test_a_users_hook_on_a_parameter_set_before_the_block():
     torch.testing.assert_close(model[0].weight.grad, 3 * truth["0.weight"].sum(0))
 
 
+def test_a_backward_hidden_inside_a_backward_is_refused():
+    class Hidden(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, layer):
+            ctx.layer = layer
+            ctx.save_for_backward(x)
+            with torch.no_grad():
+                return layer(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            with torch.enable_grad():
+                x = ctx.saved_tensors[0].detach().requires_grad_()
+                out = ctx.layer(x)
+            torch.autograd.backward(out, grad)
+            return x.grad, None
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.inner = nn.Linear(D, D), nn.Linear(D, D)
+
+        def forward(self, x):
+            return Hidden.apply(self.first(x), self.inner)
+
+    model = Net().double()
+    with pytest.raises(UnsupportedError, match="backward of its own"):
+        with unsum.gradients(model):
+            scalar(model, SEQUENCES).backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_ids_carry_data_and_choices_do_not():
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(20, D)
+
+        def forward(self, ids):
+            e = self.table(ids)
+            return torch.tanh(e - e.mean(0))
+
+    centred = Centred().double()
+    with pytest.raises(InteractionError):
+        with unsum.gradients(centred):
+            scalar(centred, IDS).backward()
+
+    class Chosen(nn.Module):
+        """All samples together choose one of the weights: it is a weight all the same."""
+
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3, D, D))
+
+        def forward(self, x):
+            return torch.tanh(x @ self.w[x.mean((0, 1))[:3].argmax()])
+
+    torch.manual_seed(0)
+    chosen = Chosen().double()
+    with unsum.gradients(chosen) as g:
+        losses = chosen(SEQUENCES).flatten(1).square().sum(1)
+        losses.sum().backward(retain_graph=True)
+    wanted = torch.stack([torch.autograd.grad(loss, chosen.w, retain_graph=True)[0] for loss in losses])
+    torch.testing.assert_close(g["w"].per_sample(), wanted)
+
+
 def test_an_empty_batch_and_a_bad_dimension():
     model = mlp()
     with unsum.gradients(model) as g:

@@ -84,7 +84,7 @@ class GradientsBlock:
         self._starts: list[tuple[str, int]] = []
         self._split: Split | None = None
         self._received: dict[int, Tensor] = {}
-        self._running = 0
+        self._accumulates: list[bool] = []  # for each backward under way, whether it adds to .grad
         self._sides = Sides(self._model, self._saved)
         self._handles: list[hooks.Handle] = []
         for module, name in {module: name for name, module in reversed(self._names.modules.items())}.items():
@@ -116,7 +116,9 @@ class GradientsBlock:
         key = id(parameter)
 
         def received(grad: Tensor) -> None:
-            if grad is not None and self._running == 1 and self in hooks.here():
+            if grad is None or self._learning or self not in hooks.here():
+                return
+            if self._accumulates and (self._accumulates[-1] or len(self._accumulates) == 1):
                 dense = (grad.to_dense() if grad.layout != torch.strided else grad).detach().to(wide(grad.dtype))
                 self._received[key] = self._received[key] + dense if key in self._received else dense.clone()
 
@@ -125,7 +127,7 @@ class GradientsBlock:
     # ---- forward --------------------------------------------------------------------------------------------------
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._learning or self._running or self not in hooks.here():
+        if self._learning or self._accumulates or self not in hooks.here():
             return  # in a backward, a checkpoint runs its forward again: that is not a new call
         hooks.refuse_tracing(name or "the model")
         self._starts.append((name, torch._C._autograd._get_sequence_nr()))
@@ -140,7 +142,7 @@ class GradientsBlock:
             self._sides.given(tensor, has_samples=self._samples.owners(tuple(tensor.shape), self._n) is not None)
 
     def _after(self, output: Any) -> None:
-        if self._learning or self._running or not self._starts or self not in hooks.here():
+        if self._learning or self._accumulates or not self._starts or self not in hooks.here():
             return
         name, start = self._starts.pop()
         self._spans.append((start, torch._C._autograd._get_sequence_nr(), name))
@@ -196,8 +198,13 @@ class GradientsBlock:
     def before_backward(
         self, roots: Sequence[Any], grads: Sequence[Tensor | None], *, create_graph: bool, accumulates: bool
     ) -> None:
-        self._running += 1
-        if self._running > 1:
+        if self._learning:
+            raise UnsupportedError(
+                "a custom autograd.Function runs a backward of its own inside its backward (a reversible network, or a "
+                "reentrant checkpoint): what it brings to parameters cannot be seen"
+            )
+        self._accumulates.append(accumulates)
+        if len(self._accumulates) > 1:
             return
         self._split = None
         self._received.clear()
@@ -294,8 +301,9 @@ class GradientsBlock:
         return min(inside)[1] if inside else ""
 
     def after_backward(self, *, failed: bool) -> None:
-        self._running -= 1
-        if self._running or self._split is None:
+        if self._accumulates:
+            self._accumulates.pop()
+        if self._accumulates or self._split is None:
             return
         for parameter, stored in self._put_back:
             parameter.grad = stored
