@@ -106,3 +106,18 @@ def test_noise_from_a_generator_on_either_device():
     for device in ("cpu", "cuda"):
         with unsum.edit(net, {"fc1:output": unsum.noise(1.0, torch.Generator(device).manual_seed(0))}):
             assert net(x).is_cuda
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gradients_by_sample(dtype):
+    torch.manual_seed(0)
+    net, x = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), torch.randn(5, 7, 16)
+    net, x = net.to("cuda", dtype), x.to("cuda", dtype)
+    with unsum.gradients(net) as g:
+        losses = net(x).flatten(1).square().mean(1)
+        losses.sum().backward(retain_graph=True)
+    for name, parameter in net.named_parameters():
+        wanted = torch.stack([torch.autograd.grad(loss, parameter, retain_graph=True)[0] for loss in losses])
+        largest = wanted.float().norm() + 1e-3
+        tolerance = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype]
+        assert (g[name].per_sample() - wanted).norm() <= tolerance * largest, name
