@@ -531,6 +531,33 @@ def test_dimensions_of_the_same_size_are_told_apart_by_trying():
             states(square)[1][0].square().sum().backward()
 
 
+def test_positions_are_not_samples_though_there_are_as_many():
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.places, self.head = nn.Embedding(20, D), nn.Embedding(N, D), nn.Linear(D, 3)
+
+    model = Parts().double()
+
+    def losses(m, ids, positions):
+        h = torch.tanh(m.tokens(ids) + m.places(positions))
+        return m.head(h).flatten(1).square().sum(1)
+
+    ids = IDS[:, :N]
+    truth = truth_of(model, ids, lambda m, x: losses(m, x, torch.arange(N)).sum())
+    with pytest.raises(SamplesError, match="mark_samples"):
+        with unsum.gradients(model):
+            (model.tokens(ids) + model.places(torch.arange(N))).square().sum().backward()
+    with unsum.gradients(model) as g:
+        unsum.mark_samples(losses(model, ids, torch.arange(N))).sum().backward()
+    for name, wanted in truth.items():
+        torch.testing.assert_close(g[name].per_sample(), wanted)
+    with unsum.gradients(model) as g:  # the head's outputs are the cut, and the rest lies upstream
+        losses(model, ids, torch.arange(N)).sum().backward()
+    for name, wanted in truth.items():
+        torch.testing.assert_close(g[name].per_sample(), wanted)
+
+
 def test_weights_that_the_model_returns_are_not_samples():
     class Prototypes(nn.Module):
         def __init__(self):

@@ -140,6 +140,8 @@ class GradientsBlock:
         self._n = next((t.shape[k] for t in given if t.dim() > k), None)
         for tensor in given:
             self._sides.given(tensor, has_samples=self._samples.owners(tuple(tensor.shape), self._n) is not None)
+        if given and not self._sides.is_given_data(given):
+            self._n = None  # positions, say: what comes of them belongs to nobody
 
     def _after(self, output: Any) -> None:
         if self._learning or self._accumulates or not self._starts or self not in hooks.here():

@@ -9,7 +9,7 @@ to the embedding that it looks up) or `choice` (whole numbers from floats, such 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -51,9 +51,13 @@ class Sides(TorchFunctionMode):
         node.metadata.setdefault(f"unsum.{side}", set()).add(self._token)
 
     def given(self, tensor: Tensor, *, has_samples: bool) -> None:
-        """A tensor is handed to the model."""
-        if self._kinds.get(tensor) != "weight":
+        """A tensor is handed to the model. Positions (`arange(T)`) are no data, even if T is the number of samples."""
+        if self._kinds.get(tensor) not in ("weight", "positions"):
             self._kinds[tensor] = ("data" if _is_real(tensor) else "ids") if has_samples else "made"
+
+    def is_given_data(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether any of these is data."""
+        return any(self._kind(tensor) in ("data", "ids") for tensor in tensors)
 
     def _kind(self, tensor: Tensor) -> str:
         return self._kinds.get(tensor) or ("data" if _is_real(tensor) else "ids")
@@ -74,7 +78,7 @@ class Sides(TorchFunctionMode):
         for tensor in _tensors(result):
             if isinstance(tensor, nn.Parameter):
                 continue
-            kind = _result_kind(kinds, _is_real(tensor))
+            kind = "positions" if name == "arange" and not _is_real(tensor) else _result_kind(kinds, _is_real(tensor))
             self._kinds[tensor] = kind
             if tensor.grad_fn is None or tensor.grad_fn in at:
                 continue
