@@ -947,6 +947,17 @@ def test_check_is_red_when_an_owner_is_shifted(monkeypatch):
     assert not found.ok and "WRONG" in str(found)
 
 
+def test_a_part_that_was_not_seen_is_an_error(monkeypatch):
+    from unsum.graph import split
+
+    real = split.Split._arrive
+    forgetful = lambda self, origins, p, sample, value: real(self, origins, p, sample, value) if sample else None
+    monkeypatch.setattr(split.Split, "_arrive", forgetful)
+    with pytest.raises(SamplesError, match="part of its gradient"):
+        with unsum.gradients(mlp()) as g:
+            scalar(g._names.model, SEQUENCES).backward()
+
+
 def test_check_sees_samples_that_mix_without_a_trace():
     class Detached(nn.Module):
         def __init__(self):
