@@ -1,5 +1,6 @@
 """Under torch.compile, DDP and FSDP2 the names are those of the user's own model, and what flows is seen."""
 
+import contextlib
 import os
 import socket
 import tempfile
@@ -122,8 +123,9 @@ def _worker(rank, port, kind, folder):
         with open(f"{folder}/{rank}", "w") as file:
             file.write(traceback.format_exc())
     finally:
-        dist.barrier()
-        dist.destroy_process_group()
+        with contextlib.suppress(Exception):
+            dist.barrier()
+        os._exit(0)  # the verdict is in the file; gloo's threads may abort an orderly exit
 
 
 @pytest.mark.slow
