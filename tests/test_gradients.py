@@ -3,6 +3,8 @@
 import copy
 import gc
 import itertools
+import pickle
+import threading
 import weakref
 
 import pytest
@@ -389,14 +391,12 @@ def test_marked_losses_and_a_parameter_of_the_loss():
         out = m.body(x)
         return mark((out * m.temperature).square().flatten(1).sum(1)).sum()
 
-    with pytest.raises(SamplesError, match="temperature"):
-        with unsum.gradients(model):
-            run(model, SEQUENCES).backward()
     truth = truth_of(model, SEQUENCES, run)
-    with unsum.gradients(model) as g:
-        run(model, SEQUENCES, unsum.mark_samples).backward()
-    for name, wanted in truth.items():
-        torch.testing.assert_close(g[name].per_sample(), wanted)
+    for mark in (lambda t: t, unsum.mark_samples):  # unmarked, the rows that the product has saved tell whose it is
+        with unsum.gradients(model) as g:
+            run(model, SEQUENCES, mark).backward()
+        for name, wanted in truth.items():
+            torch.testing.assert_close(g[name].per_sample(), wanted)
 
 
 def test_nobodys_part_and_auxiliary_losses():
@@ -568,10 +568,19 @@ def test_weights_that_the_model_returns_are_not_samples():
             return self.fc(x), F.normalize(self.c, dim=-1)
 
     model = Prototypes().double()
-    with pytest.raises(SamplesError, match="mark_samples"):
+
+    def run(m, x):
+        out, c = m(x)
+        return (out @ c.T).log_softmax(1).square().sum()
+
+    with unsum.gradients(model) as g:
+        run(model, FLAT).backward()
+    for name, wanted in truth_of(model, FLAT, run).items():
+        torch.testing.assert_close(g[name].per_sample(), wanted)
+    with pytest.raises(SamplesError, match="mark_samples"):  # nothing is saved here that could tell
         with unsum.gradients(model):
             out, c = model(FLAT)
-            (out @ c.T).log_softmax(1).sum().backward()
+            (out[:, None] - c).square().sum().backward()
 
 
 def test_backwards_that_share_a_forward_share_its_samples():
@@ -659,36 +668,64 @@ def test_a_users_hook_on_a_parameter_set_before_the_block():
     torch.testing.assert_close(model[0].weight.grad, 3 * truth["0.weight"].sum(0))
 
 
-def test_a_backward_hidden_inside_a_backward_is_refused():
-    class Hidden(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, layer):
-            ctx.layer = layer
-            ctx.save_for_backward(x)
-            with torch.no_grad():
-                return layer(x)
+class Hidden(torch.autograd.Function):
+    """Computes its layer again in backward, and lets a backward of its own bring the layer its gradient."""
 
-        @staticmethod
-        def backward(ctx, grad):
-            with torch.enable_grad():
-                x = ctx.saved_tensors[0].detach().requires_grad_()
-                out = ctx.layer(x)
-            torch.autograd.backward(out, grad)
-            return x.grad, None
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return layer(x)
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.inner = nn.Linear(D, D), nn.Linear(D, D)
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            out = ctx.layer(x)
+        torch.autograd.backward(out, grad)
+        return x.grad, None
 
-        def forward(self, x):
-            return Hidden.apply(self.first(x), self.inner)
 
-    model = Net().double()
-    with pytest.raises(UnsupportedError, match="backward of its own"):
-        with unsum.gradients(model):
-            scalar(model, SEQUENCES).backward()
-    assert all(p.grad is None for p in model.parameters())
+class Hiding(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.first, self.inner = nn.Linear(D, D), inner
+
+    def forward(self, x):
+        return Hidden.apply(self.first(x), self.inner)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Linear(D, D), lambda: Hiding(nn.Linear(D, D)), lambda: Centred()],
+    ids=["a layer", "one inside another", "samples that interact"],
+)  # fmt: skip
+def test_a_backward_hidden_inside_a_backward(make):
+    torch.manual_seed(0)
+    model = Hiding(make()).double()
+    if isinstance(model.inner, Centred):
+        with pytest.raises(InteractionError, match="interact"):
+            with unsum.gradients(model):
+                scalar(model, SEQUENCES).backward()
+        return
+    twin = copy.deepcopy(model)
+    x = SEQUENCES.clone().requires_grad_()
+    fired = []
+    model.first.weight.register_hook(lambda g: fired.append("first"))
+    for _ in range(2):
+        with unsum.gradients(model) as g:
+            scalar(model, x).backward()
+    for _ in range(2):
+        scalar(twin, SEQUENCES.clone().requires_grad_()).backward()
+    assert fired == ["first"] * 2
+    for n in range(N):
+        twin_one = copy.deepcopy(twin)
+        twin_one.zero_grad()
+        (scalar(twin_one, SEQUENCES[n : n + 1].clone().requires_grad_())).backward()
+        for name, parameter in twin_one.named_parameters():
+            torch.testing.assert_close(g[name].per_sample()[n], parameter.grad)
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
 
 
 def test_ids_carry_data_and_choices_do_not():
@@ -768,10 +805,105 @@ def test_checkpoints():
         torch.testing.assert_close(g[name].per_sample(), torch.cat([wanted, wanted]))
     for p, wanted in zip(model.parameters(), plain, strict=True):
         torch.testing.assert_close(p.grad, 2 * wanted)
+
+
+def test_reentrant_checkpoints():
+    torch.manual_seed(0)
+    model = Checkpointed().double()
+    truth = truth_of(model, SEQUENCES)
     model.reentrant = True
-    with pytest.raises(UnsupportedError, match="reentrant"):
-        with unsum.gradients(model):
+    twin = copy.deepcopy(model)
+    scalar(twin, SEQUENCES).backward()
+    with unsum.gradients(model) as g:
+        scalar(model, SEQUENCES).backward()
+    for name, wanted in truth.items():
+        torch.testing.assert_close(g[name].per_sample(), wanted)
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_forward_hooks_fire_as_often_as_without_also_under_a_checkpoint():
+    torch.manual_seed(0)
+    model = Checkpointed(reentrant=False).double()
+    calls = []
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda m, a, out, name=name: calls.append(name))
+    scalar(model, SEQUENCES).backward()
+    without = calls.copy()
+    calls.clear()
+    with unsum.gradients(model):
+        scalar(model, SEQUENCES).backward()
+    assert sorted(calls) == sorted(without)
+    square = nn.Linear(N, N).double()  # sizes coincide: the model is tried, and nobody hears it
+    holder = nn.Sequential(square)
+    square.register_forward_hook(lambda *a: heard.append(1))
+    heard = []
+    with unsum.gradients(holder):
+        holder(SEQUENCES[:, 0, :N]).square().sum().backward()
+    assert heard == [1]
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank adapter, whose second matrix begins at zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.down, self.up = nn.Linear(D, D), nn.Linear(D, 2, bias=False), nn.Linear(2, D, bias=False)
+        self.base.requires_grad_(False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x):
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+def test_adapters_before_and_after_they_have_learnt():
+    torch.manual_seed(0)
+    model = nn.Sequential(Adapted(), Adapted()).double()
+    for _ in range(3):
+        truth = truth_of(model, SEQUENCES)
+        with unsum.gradients(model) as g:
             scalar(model, SEQUENCES).backward()
+        assert list(g) == [name for name, p in model.named_parameters() if p.requires_grad]
+        for name, wanted in truth.items():
+            torch.testing.assert_close(g[name].per_sample(), wanted)
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad if p.grad is not None else 0
+
+
+def test_copies_pickles_and_threads_inside_a_block():
+    model = mlp()
+    truth = truth_of(model, SEQUENCES)
+    with unsum.gradients(model) as g:
+        twin = copy.deepcopy(model)
+        loaded = pickle.loads(pickle.dumps(model))
+        scalar(twin, SEQUENCES[:2]).backward()
+        scalar(loaded, SEQUENCES[:2]).backward()
+        own: dict[str, torch.Tensor] = {}
+
+        def work():
+            with unsum.gradients(twin) as h:
+                scalar(twin, SEQUENCES[:3]).backward()
+            own["norms"] = h.norms()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        scalar(model, SEQUENCES).backward()
+        thread.join()
+    assert len(g.ids) == N and len(own["norms"]) == 3
+    for name, wanted in truth.items():
+        torch.testing.assert_close(g[name].per_sample(), wanted)
+    torch.testing.assert_close(own["norms"], g.norms()[:3])
+
+
+def test_parameters_spread_over_processes_are_refused():
+    class DTensor(torch.Tensor):  # by its name: making a real one needs a process group
+        pass
+
+    model = mlp()
+    model[0].weight = nn.Parameter(torch.Tensor._make_subclass(DTensor, torch.ones(5, D)))
+    with pytest.raises(UnsupportedError, match="DTensor"):
+        unsum.gradients(model)
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["backward inside the region", "outside"])
@@ -800,9 +932,10 @@ def test_many_samples_need_two_copies():
         run(model, x).backward()
     for name, wanted in truth.items():
         torch.testing.assert_close(g[name].per_sample(), wanted)
-    with pytest.raises(SamplesError, match="2305 samples"):
-        with unsum.gradients(model):
-            run(model, torch.randn(2305, D, dtype=torch.float64)).backward()
+    x = torch.randn(2500, D, dtype=torch.float64)  # and three
+    with unsum.gradients(model, params="2.bias") as g:
+        run(model, x).backward()
+    torch.testing.assert_close(g["2.bias"].per_sample(), 2 * model(x))
 
 
 def test_torch_autograd_grad_user_hooks_and_nested_blocks():
@@ -935,38 +1068,151 @@ def test_check_is_green_on_what_is_right_and_leaves_the_model_alone():
 
 
 def test_check_is_red_when_an_owner_is_shifted(monkeypatch):
-    from unsum.graph import split
+    from unsum.plan import run
 
-    real = split.Split._arrive
+    real = run.Parts.arrive
 
     def shifted(self, node, parameter, sample, value):
         real(self, node, parameter, (sample + 1) % self.n if sample >= 0 else sample, value)
 
-    monkeypatch.setattr(split.Split, "_arrive", shifted)
+    monkeypatch.setattr(run.Parts, "arrive", shifted)
     found = unsum.check(mlp(), lambda m, x: m(x).flatten(1).square().sum(1), SEQUENCES)
     assert not found.ok and "WRONG" in str(found)
 
 
 def test_a_part_that_was_not_seen_is_an_error(monkeypatch):
-    from unsum.graph import split
+    from unsum.plan import run
 
-    real = split.Split._arrive
+    real = run.Parts.arrive
     forgetful = lambda self, origins, p, sample, value: real(self, origins, p, sample, value) if sample else None
-    monkeypatch.setattr(split.Split, "_arrive", forgetful)
+    monkeypatch.setattr(run.Parts, "arrive", forgetful)
     with pytest.raises(SamplesError, match="part of its gradient"):
         with unsum.gradients(mlp()) as g:
             scalar(g._names.model, SEQUENCES).backward()
 
 
-def test_check_sees_samples_that_mix_without_a_trace():
-    class Detached(nn.Module):
-        def __init__(self):
+# ---- mixing without a trace, and numbers that are not finite --------------------------------------------------------
+
+
+class Detached(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.drop = nn.Linear(D, D), nn.Dropout(0.3)
+
+    def forward(self, x):
+        h = self.drop(self.fc(x))
+        return h / h.detach().std()
+
+
+class Mixup(Detached):
+    def forward(self, x):
+        return self.fc(self.drop(0.5 * x + 0.5 * x[torch.randperm(len(x))]))
+
+
+class Innocent(Detached):
+    def forward(self, x):
+        return self.drop(torch.tanh(self.fc(x)))
+
+
+@pytest.mark.parametrize("make", [Detached, Mixup, Innocent])
+def test_the_probe_sees_what_mixes_without_a_trace(make):
+    torch.manual_seed(0)
+    model = make().double()
+    calls = []
+    model.fc.register_forward_hook(lambda *a: calls.append("fc"))
+    losses = lambda m, x: m(x).flatten(1).square().sum(1)
+    if make is Innocent:
+        with unsum.gradients(model, verify=True) as g:
+            losses(model, SEQUENCES).sum().backward()
+        assert (g.norms() > 0).all() and calls == ["fc"]  # the user's hooks hear nothing of the probe
+        ids = torch.arange(N * T).view(N, T) // 5
+        with unsum.gradients(model, samples=ids, verify=True) as g:
+            model(SEQUENCES).square().sum().backward()
+        assert len(g.norms()) == 5
+        assert unsum.check(model, losses, SEQUENCES).ok
+        return
+    with pytest.raises(InteractionError, match="interact"):
+        with unsum.gradients(model, verify=True):
+            losses(model, SEQUENCES).sum().backward()
+    assert not unsum.check(model, losses, SEQUENCES).ok
+
+
+def test_float16_with_many_samples():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 3)).half()
+    x = torch.randn(60, D).half()
+    run = lambda m, x: m(x).square().sum()
+    with unsum.gradients(model) as g:
+        run(model, x).backward()
+    for name, wanted in truth_of(model, x, run).items():
+        assert (g[name].per_sample() - wanted).norm() < 2e-3 * wanted.norm()
+
+
+def test_a_nan_in_one_sample_is_no_interaction():
+    model = mlp()
+    x = SEQUENCES.clone()
+    x[2, 1, 3] = torch.nan
+    with unsum.gradients(model, engine="graph") as g:
+        model(x).square().sum().backward()
+    assert g.norms()[2].isnan()
+
+
+def test_losses_that_the_model_itself_computes():
+    class Losing(nn.Module):
+        def __init__(self, reduction):
             super().__init__()
-            self.fc = nn.Linear(D, D)
+            self.fc, self.reduction = nn.Linear(D, 3), reduction
 
+        def forward(self, x, y):
+            return self.reduction(F.cross_entropy(self.fc(x), y, reduction="none"))
+
+    y = torch.tensor([0, 1, 2, 0])
+    weights = torch.rand(N, dtype=torch.float64)
+    for reduction in (torch.mean, torch.sum, lambda losses: losses @ weights, lambda losses: (losses * weights).mean()):
+        model = Losing(reduction).double()
+        with unsum.gradients(model) as g:
+            model(FLAT, y).backward()
+        each = Losing(lambda losses: losses).double()
+        each.load_state_dict(model.state_dict())
+        losses = each(FLAT, y)
+        free = losses.detach().requires_grad_()
+        share = torch.autograd.grad(reduction(free), free)[0]
+        for name, parameter in each.named_parameters():
+            wanted = [torch.autograd.grad(loss, parameter, retain_graph=True)[0] for loss in losses]
+            torch.testing.assert_close(g[name].per_sample(), torch.stack([s * w for s, w in zip(share, wanted, strict=True)]))
+
+    class Blind(Losing):  # a vector of classes, as long as there are samples
         def forward(self, x):
-            h = self.fc(x)
-            return h / h.detach().std()
+            return self.fc(x).mean(0).square().sum()
 
-    found = unsum.check(Detached().double(), lambda m, x: m(x).flatten(1).square().sum(1), SEQUENCES)
-    assert not found.ok and "alone" in str(found)
+    model = Blind(None).double()
+    model.fc = nn.Linear(D, N).double()
+    with pytest.raises(SamplesError, match="rows"):
+        with unsum.gradients(model):
+            model(FLAT).backward()
+
+
+def test_check_takes_samples_and_names_what_is_frozen():
+    model = mlp()
+    ids = torch.tensor([5, 5, 9, 9])
+    losses = lambda m, x: m(x).flatten(1).square().sum(1).view(2, 2).sum(1)
+    assert unsum.check(model, losses, SEQUENCES, samples=ids).ok
+    with pytest.raises(SamplesError, match="2 losses for 4 samples"):
+        unsum.check(model, losses, SEQUENCES)
+    with pytest.raises(SamplesError, match="frozen"):
+        unsum.check(model.requires_grad_(False), losses, SEQUENCES)
+
+
+def test_interaction_names_the_operation_and_its_module():
+    model = nn.Sequential(nn.Linear(D, D), Centred()).double()
+    with pytest.raises(InteractionError, match=r"SubBackward0 in module '1' \(what it hands to MeanBackward1"):
+        with unsum.gradients(model):
+            scalar(model, SEQUENCES).backward()
+    model = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(T)).double()
+    with pytest.raises(InteractionError, match="batch_norm in training in module '1'"):
+        with unsum.gradients(model):
+            scalar(model, SEQUENCES).backward()
+    bag = nn.Sequential(nn.EmbeddingBag(20, D, mode="sum", scale_grad_by_freq=True))
+    with pytest.raises(InteractionError, match="embedding_bag with scale_grad_by_freq"):
+        with unsum.gradients(bag):
+            bag(IDS).sum().backward()

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from unsum.errors import InteractionError, SamplesError
 from unsum.gradients import gradients
+from unsum.graph.probe import mixing
 from unsum.nested import leaves, put
+from unsum.samples import Dim, Samples
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -53,7 +55,9 @@ class Checked:
         return "\n".join(lines + ([self.table] if self.table else []))
 
 
-def check(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Checked:
+def check(
+    model: nn.Module, loss_fn: LossFunction, batch: Any, *, samples: Samples | Tensor | None = None
+) -> Checked:
     """Compare the gradients per sample with plain autograd, which differentiates each sample's loss by itself.
 
     Nothing of the model's is changed: gradients, buffers and random numbers are set aside meanwhile.
@@ -61,8 +65,10 @@ def check(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Checked:
     Args:
         model: Any module.
         loss_fn: `loss_fn(model, batch)` returns one loss for each sample, (n,).
-        batch: What the loss function takes. Where all its tensors can be sliced at dimension 0, each sample is also run
-            alone: a loss that then differs means that samples interact.
+        batch: What the loss function takes. Where all its tensors can be sliced at dimension 0, it is also run with other
+            samples' rows in the place of some, and each sample alone: a loss that then differs means that samples
+            interact.
+        samples: Where the samples are, as in `unsum.gradients`.
 
     Examples:
         >>> model = nn.Linear(3, 1)
@@ -76,7 +82,7 @@ def check(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Checked:
         with torch.random.fork_rng(devices=[]):
             for parameter in model.parameters():
                 parameter.grad = None
-            return _check(model, loss_fn, batch)
+            return _check(model, loss_fn, batch, samples)
     finally:
         for name, parameter in model.named_parameters():
             parameter.grad = grads[name]
@@ -86,17 +92,19 @@ def check(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Checked:
                     buffer.copy_(aside[name])
 
 
-def _check(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Checked:
+def _check(model: nn.Module, loss_fn: LossFunction, batch: Any, samples: Samples | Tensor | None) -> Checked:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise SamplesError("there is nothing to check: every parameter is frozen (requires_grad=False)")
     interacting = None
     state = torch.get_rng_state()
     try:
-        with gradients(model) as g:
+        with gradients(model, samples=samples) as g:
             losses = _losses(loss_fn, model, batch)
             losses.sum().backward(retain_graph=True)
     except InteractionError as error:
         interacting = str(error).splitlines()[0]
         torch.set_rng_state(state)
-        with gradients(model, interacting="exact") as g:
+        with gradients(model, samples=samples, interacting="exact") as g:
             losses = _losses(loss_fn, model, batch)
             losses.sum().backward(retain_graph=True)
     names, parameters = zip(
@@ -109,7 +117,9 @@ def _check(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Checked:
         ours = g[name].per_sample()
         off = max(float((ours[k] - _dense(row[i], ours[k])).norm()) for k, row in enumerate(truth))
         rows.append(Row(name, off / largest))
-    interacting = interacting or _alone(model, loss_fn, batch, losses.detach())
+    if len(g.ids) != len(losses):
+        raise SamplesError(f"loss_fn returned {len(losses)} losses for {len(g.ids)} samples")
+    interacting = interacting or _mixing(model, loss_fn, batch, losses.detach())
     precise = all(p.dtype in (torch.float64, torch.complex128) for p in parameters)
     return Checked(rows, 1e-9 if precise else 1e-4, interacting, g.coverage())
 
@@ -134,22 +144,25 @@ def _dense(grad: Tensor | None, like: Tensor) -> Tensor:
     return grad.to_dense() if grad.layout != torch.strided else grad
 
 
-def _alone(model: nn.Module, loss_fn: LossFunction, batch: Any, losses: Tensor) -> str | None:
-    """Whether a sample alone has another loss than in the batch; None too where that cannot be tried."""
+def _mixing(model: nn.Module, loss_fn: LossFunction, batch: Any, losses: Tensor) -> str | None:
+    """Whether a sample's loss depends on the others; None too where that cannot be tried."""
     tensors = list(leaves(batch))
-    if not tensors or any(t.dim() == 0 or t.shape[0] != len(losses) for _, t in tensors):
+    n = len(losses)
+    if not tensors or any(t.dim() == 0 or t.shape[0] != n for _, t in tensors):
         return None
+    found = mixing(model, lambda b: loss_fn(model, b), (batch,), {}, Dim(0).owners, n)
+    if found is not None:
+        return found.replace("output", "loss_fn's losses")
     with torch.no_grad():
         again = loss_fn(model, batch)
         rounding = 1e-9 if losses.dtype == torch.float64 else 1e-3
-        if not torch.allclose(again, losses, rtol=rounding, atol=rounding):
+        if not torch.allclose(again, losses, rtol=rounding, atol=rounding, equal_nan=True):
             return None  # the model draws random numbers: nothing to compare
-        for n in range(len(losses)):
-            alone = put(batch, {path: t[n : n + 1] for path, t in tensors})
+        for k in range(n):
             try:
-                loss = loss_fn(model, alone)
+                loss = loss_fn(model, put(batch, {path: t[k : k + 1] for path, t in tensors}))
             except Exception as error:
-                return f"sample {n} cannot be run alone: {error}"
-            if not torch.allclose(loss[0], losses[n], rtol=10 * rounding, atol=10 * rounding):
-                return f"sample {n} has another loss alone than in the batch"
+                return f"sample {k} cannot be run alone: {error}"
+            if not torch.allclose(loss[0], losses[k], rtol=10 * rounding, atol=10 * rounding, equal_nan=True):
+                return f"sample {k} has another loss alone than in the batch"
     return None

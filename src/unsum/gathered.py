@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from unsum.errors import SamplesError
 from unsum.factors import Factors
-from unsum.graph.split import Split, wide
+from unsum.plan.run import Meeting, Parts, wide
 from unsum.samples import Samples
 from unsum.sites import Names
 
@@ -40,34 +40,34 @@ class Gradients:
             self.by_id.setdefault(id(parameter), name)
         self.forwards = self.backwards = 0
         self._groups: dict[frozenset[int], Group] = {}
-        self._meetings: dict[int, dict[str, None]] = {}
+        self._meetings: dict[int, dict[Meeting, None]] = {}
 
     def unique(self) -> dict[int, nn.Parameter]:
         """The parameters by id, tied ones once."""
         return {id(p): p for p in self.parameters.values()}
 
     def take_in(
-        self, split: Split, calls: frozenset[int], reached: Iterable[int], scale: Tensor | float | None
+        self, parts: Parts, calls: frozenset[int], reached: Iterable[int], scale: Tensor | float | None
     ) -> None:
         """Add what one backward brought to the parameters that it reached, for the samples of these forwards, without
         the loss scale."""
         self.backwards += 1
         ids = self._samples.ids
         for known in [key for key in self._groups if key & calls]:  # the same samples, as they share a forward
-            if self._groups[known].n != split.n:
+            if self._groups[known].n != parts.n:
                 raise SamplesError(
-                    f"backwards through the same forward have {self._groups[known].n} and {split.n} samples"
+                    f"backwards through the same forward have {self._groups[known].n} and {parts.n} samples"
                 )
             self._merge(known, known | calls)
             calls = known | calls
-        group = self._groups.setdefault(calls, Group(split.n, torch.arange(split.n) if ids is None else ids))
+        group = self._groups.setdefault(calls, Group(parts.n, torch.arange(parts.n) if ids is None else ids))
         for key in reached:
-            for mine, new in ((group.per_sample, split.per_sample), (group.shared, split.shared)):
+            for mine, new in ((group.per_sample, parts.per_sample), (group.shared, parts.shared)):
                 if key in new:
-                    value = new[key] * split.n if self._mean else new[key]
+                    value = new[key] * parts.n if self._mean else new[key]
                     value = value if scale is None else value / scale
                     mine[key] = mine[key] + value if key in mine else value
-        for key, met in split.meetings.items():
+        for key, met in parts.meetings.items():
             self._meetings.setdefault(key, {}).update(met)
 
     def _ordered(self) -> list[Group]:
@@ -111,7 +111,7 @@ class Gradients:
         for name, parameter in unique:
             met = self._meetings.get(id(parameter))
             rows.append(
-                (name, f"{parameter.numel() / total:.1%}", ", ".join(met or ["nothing"]), "replay" if met else "-")
+                (name, f"{parameter.numel() / total:.1%}", ", ".join(dict.fromkeys(m.operation for m in met)) if met else "nothing", "replay" if met else "-")
             )
         width = [max(len(row[i]) for row in rows) for i in range(3)]
         return "\n".join(f"{a:<{width[0]}}  {b:>{width[1]}}  {c:<{width[2]}}  {d}" for a, b, c, d in rows)

@@ -15,15 +15,18 @@ eagerly (`torch.compiler.set_stance`).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._C import _len_torch_function_stack
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from unsum.errors import UnsupportedError
 
@@ -162,6 +165,9 @@ def _begin() -> None:
     engine = autograd._engine_run_backward
 
     def caught(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        stand_in = getattr(_local, "stand_in", None)
+        if stand_in is not None:
+            return stand_in(roots, args[0], args[3], bool(kwargs.get("accumulate_grad", False)))
         return _backward(engine, roots, args, kwargs)
 
     def restore() -> None:
@@ -197,6 +203,33 @@ def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any,
         _stash(outer)
         for block in begun:
             block.after_backward(failed=failed)
+
+
+@contextlib.contextmanager
+def instead_of_backward(function: Callable[..., Any]) -> Iterator[None]:
+    """In this thread, `function(roots, grads, inputs, accumulates)` is called instead of torch's engine."""
+    before = getattr(_local, "stand_in", None)
+    _local.stand_in = function
+    try:
+        yield
+    finally:
+        _local.stand_in = before
+
+
+def watch(mode: TorchFunctionMode) -> None:
+    """Let a mode see every torch call of this thread. It goes below the user's own modes, so that these may be left
+    while it is on."""
+    above = [_pop_mode() for _ in range(_len_torch_function_stack())]
+    for each in (mode, *reversed(above)):
+        _push_mode(each)
+
+
+def unwatch(mode: TorchFunctionMode) -> None:
+    """Undo `watch`."""
+    above = [_pop_mode() for _ in range(_len_torch_function_stack())]
+    for each in reversed(above):
+        if each is not mode:
+            _push_mode(each)
 
 
 def _stash(blocks: Sequence[Block] | None) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from unsum.errors import SamplesError
+from unsum.graph.layout import Layout, Regular, mapped
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,11 @@ class Dim:
     def ids(self) -> Tensor | None:
         return None
 
-    def owners(self, shape: tuple[int, ...], n: int | None) -> Tensor | None:
+    def owners(self, shape: tuple[int, ...], n: int | None) -> Layout | None:
         """The sample of every position of a tensor of this shape; None if it cannot be told."""
         if n is None or len(shape) <= self.k or shape[self.k] != n:
             return None
-        along = torch.arange(n).view([-1 if d == self.k else 1 for d in range(len(shape))])
-        return along.expand(shape)
+        return Regular(shape, n, self.k, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class Ids:
         found = self.given.unique()
         return found[found >= 0]
 
-    def owners(self, shape: tuple[int, ...], n: int | None) -> Tensor | None:
+    def owners(self, shape: tuple[int, ...], n: int | None) -> Layout | None:
         """The sample of every position of a tensor of this shape; None if it cannot be told."""
         given = self.given
         if self.flat:
@@ -51,7 +51,7 @@ class Ids:
         if tuple(shape[: given.dim()]) != tuple(given.shape):
             return None
         index = torch.searchsorted(self.ids, given.contiguous()).masked_fill(given < 0, -1)
-        return index.view(*given.shape, *(1 for _ in shape[given.dim() :])).expand(shape)
+        return mapped(index).widened(shape)
 
 
 Samples = Dim | Ids

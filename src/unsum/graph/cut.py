@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
-from unsum.graph.nodes import Edge, Node, below, edge_of, is_leaf, ordered
+from unsum.graph.layout import Layout, Regular
+from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered, place
 
 # Scalars joined by addition do not meet: the two sides have nothing to do with each other.
+REDUCTIONS = ("SumBackward", "MeanBackward", "DotBackward")
 JOINS = ("AddBackward0", "SubBackward0", "StackBackward0", "CatBackward0", "RsubBackward1")
 
 
@@ -18,25 +18,25 @@ JOINS = ("AddBackward0", "SubBackward0", "StackBackward0", "CatBackward0", "Rsub
 class Cut:
     """Where ownership starts, and what lies on either side."""
 
-    starts: dict[Edge, Tensor]  # the topmost places of known samples, with the owner of every position
+    starts: dict[Edge, Layout]  # the topmost places of known samples, with the owner of every position
     model: list[Node]  # what they lead to, in order
     loss: list[Node]  # what lies before, in order
     on_data: set[Node]  # those of the loss's nodes that lead to data
 
 
-def find_cut(roots: Sequence[Any], known: Mapping[Edge, Tensor], is_data: Any) -> Cut:
+def find_cut(roots: Sequence[Any], known: Mapping[Edge, Layout], is_data: Any) -> Cut:
     """Cut the graph below these tensors at the places whose owners are known."""
     entered: dict[Edge, None] = {}
     from_loss: dict[Edge, set[Node]] = {}
     waiting: list[Node] = []
     for root in roots:
-        edge = edge_of(root) if isinstance(root, Tensor) else (root.node, root.output_nr)
+        edge = place(root)
         if edge in known:
             entered[edge] = None
             from_loss.setdefault(edge, set()).add(None)
         elif edge[0] is not None:
             waiting.append(edge[0])
-    loss = set(waiting)
+    loss = dict.fromkeys(waiting)
     while waiting:
         node = waiting.pop()
         for _, child, output in below(node):
@@ -44,7 +44,7 @@ def find_cut(roots: Sequence[Any], known: Mapping[Edge, Tensor], is_data: Any) -
                 entered[child, output] = None
                 from_loss.setdefault((child, output), set()).add(node)
             elif child not in loss and not is_leaf(child):
-                loss.add(child)
+                loss[child] = None
                 waiting.append(child)
     model = ordered([node for node, _ in entered])
     inside = {node for node in model if not is_leaf(node)}
@@ -57,6 +57,25 @@ def find_cut(roots: Sequence[Any], known: Mapping[Edge, Tensor], is_data: Any) -
         if is_data(node) or any(child in inside or child in on_data for child in children):
             on_data.add(node)
     return Cut(starts, model, loss_order, on_data)
+
+
+def losses_of(roots: Sequence[Any], n: int) -> dict[Edge, Layout]:
+    """Vectors of n losses that are summed, averaged or weighted to the scalars that are differentiated."""
+    found: dict[Edge, Layout] = {}
+    waiting = [node for root in roots if (node := place(root)[0]) is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if is_leaf(node) or any(tuple(meta.shape) != () for meta in node._input_metadata):
+            continue
+        for _, child, output in below(node):
+            shape = () if is_leaf(child) else tuple(child._input_metadata[output].shape)
+            if node.name().startswith(REDUCTIONS) and shape == (n,):
+                found[child, output] = Regular((n,), n, 0, 1)
+            elif child not in seen:
+                seen.add(child)
+                waiting.append(child)
+    return found
 
 
 def is_penalty(node: Node) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Node = Any  # torch.autograd.graph.Node; its Python type says too little
@@ -14,6 +15,15 @@ Edge = tuple[Node, int]  # a node and which of its outputs: what one tensor is
 def edge_of(tensor: Tensor) -> Edge:
     """The place of a tensor in the graph."""
     return tensor.grad_fn, tensor.output_nr
+
+
+def place(root: Any) -> Edge:
+    """The place of what somebody differentiates, or differentiates by: a tensor or a GradientEdge."""
+    if not isinstance(root, Tensor):
+        return root.node, root.output_nr
+    if root.grad_fn is None and root.requires_grad:
+        return torch.autograd.graph.get_gradient_edge(root).node, 0
+    return edge_of(root)
 
 
 def is_leaf(node: Node) -> bool:

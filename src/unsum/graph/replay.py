@@ -1,28 +1,35 @@
-"""Calling a node of the graph again, with other gradients.
+"""Calling the nodes of the graph by hand, with other gradients.
 
 By linearity, a node that is given one sample's part of its gradient returns that sample's part of what it hands on.
-Hooks are not run and nothing is accumulated.
+Not the engine calls it but we, so that no hook fires and no `.grad` changes. A node may run a backward of its own
+inside its backward (a reentrant checkpoint does): that too is done by hand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from unsum import hooks
 from unsum.errors import UnsupportedError
-from unsum.graph.nodes import Node, is_leaf
+from unsum.graph.nodes import Edge, Node, is_leaf, ordered, place
 
 Grads = Sequence[Tensor | None]
 
 
-def replay(node: Node, grads: Grads) -> list[Tensor | None]:
-    """What the node sends along each of its edges, fitted to the tensor that it is the gradient of."""
+Heard = tuple[Sequence[Any], Grads]  # what a node differentiated by itself: roots and their gradients
+
+
+def replay(node: Node, grads: Grads, heard: list[Heard] | None = None) -> list[Tensor | None]:
+    """What the node sends along each of its edges, fitted to the tensor that it is the gradient of. `heard` gets the
+    backwards that it ran inside, if they were to bring gradients to leaves."""
     with torch.no_grad():
-        results = _python(node, grads) if isinstance(node, BackwardCFunction) else _call(node, grads)
+        results = _python(node, grads, heard) if isinstance(node, BackwardCFunction) else _call(node, grads)
     fitted: list[Tensor | None] = []
     for (child, output), value in zip(node.next_functions, results, strict=True):
         fitted.append(None if child is None or value is None else fit(value, child, output))
@@ -37,15 +44,11 @@ def _call(node: Node, grads: Grads) -> Sequence[Tensor | None]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def _python(node: Node, grads: Grads) -> Sequence[Tensor | None]:
+def _python(node: Node, grads: Grads, heard: list[Heard] | None) -> Sequence[Tensor | None]:
     """A custom autograd.Function: its `apply` returns a result for every argument, tensors or not."""
-    if "CheckpointFunction" in node.name():
-        raise UnsupportedError(
-            "a reentrant checkpoint runs a backward of its own inside, which cannot be called again.\n"
-            "  use checkpoint(..., use_reentrant=False)"
-        )
     full = [zeros(node, i) if grad is None else grad for i, grad in enumerate(grads)]
-    result = node.apply(*full)
+    with _instead_of_the_engine([] if heard is None else heard):
+        result = node.apply(*full)
     results = result if isinstance(result, tuple) else (result,)
     needed = iter([r for r, needs in zip(results, node.needs_input_grad, strict=False) if needs])
     return [None if child is None else next(needed, None) for child, _ in node.next_functions]
@@ -66,3 +69,56 @@ def fit(value: Tensor, child: Node, output: int) -> Tensor:
         value = value.real
     shape = tuple(like.shape)
     return (value if tuple(value.shape) == shape else value.sum_to_size(shape)).to(like.dtype)
+
+
+def flow(roots: Sequence[Any], grads: Sequence[Tensor | None], stops: Collection[Edge] = ()) -> dict[Edge, Tensor]:
+    """The gradients that arrive at leaves and at the edges at which to stop."""
+    front: dict[Node, list[Tensor | None]] = {}
+    arrived: dict[Edge, Tensor] = {}
+
+    def send(edge: Edge, value: Tensor) -> None:
+        node, output = edge
+        if edge in stops or is_leaf(node):
+            arrived[edge] = arrived[edge] + value if edge in arrived else value
+            return
+        outputs = front.setdefault(node, [None] * len(node._input_metadata))
+        known = outputs[output]
+        outputs[output] = value if known is None else known + value
+
+    for root, grad in zip(roots, grads, strict=True):
+        edge = place(root)
+        if edge[0] is not None:
+            send(edge, torch.ones_like(root) if grad is None else grad)
+    for node in ordered(list(front)):
+        if node in front:
+            for edge, value in zip(node.next_functions, replay(node, front.pop(node)), strict=True):
+                if edge[0] is not None and value is not None:
+                    send(edge, value)
+    return arrived
+
+
+@contextlib.contextmanager
+def _instead_of_the_engine(heard: list[Heard]) -> Iterator[None]:
+    """Backwards inside are done by hand, and every `.grad` is put back when the node has had its answer."""
+    kept: dict[Tensor, Tensor | None] = {}
+
+    def backward(roots: Sequence[Any], grads: Sequence[Tensor | None], inputs: Sequence[Any], accumulates: bool) -> Any:
+        if accumulates:
+            heard.append((roots, grads))
+        wanted = [place(given) for given in inputs]
+        arrived = flow(roots, grads, set(wanted))
+        if not accumulates:
+            return tuple(arrived.get(edge) for edge in wanted)
+        for (node, _), value in arrived.items():
+            if is_leaf(node):
+                leaf = node.variable
+                kept.setdefault(leaf, leaf.grad)
+                leaf.grad = value if leaf.grad is None else leaf.grad + value
+        return ()
+
+    with hooks.instead_of_backward(backward):
+        try:
+            yield
+        finally:
+            for leaf, grad in kept.items():
+                leaf.grad = grad

@@ -16,6 +16,12 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from unsum.graph.nodes import Node
+from unsum.nested import leaves
+
+
+_SMALL = 1 << 28  # bytes
+
 
 class _Box:
     """What torch's checkpoint has packed, and the tensor once it was unpacked."""
@@ -25,6 +31,17 @@ class _Box:
     def __init__(self, inner: Any, unpack: Callable[[Any], Tensor]) -> None:
         self.inner, self.unpack = inner, unpack
         self.tensor: Tensor | None = None
+
+
+def saved_by(node: Node) -> Iterator[Tensor]:
+    """The tensors that a node has saved."""
+    for name in dir(node):
+        if name.startswith("_saved_") and hasattr(type(node), f"_raw{name}"):
+            try:
+                value = getattr(node, name)
+            except RuntimeError:  # freed, or changed in place since
+                continue
+            yield from (tensor for _, tensor in leaves(value) if tensor.layout == torch.strided)
 
 
 class Saved:
@@ -48,14 +65,18 @@ class Saved:
         return box.tensor
 
     @contextlib.contextmanager
-    def once(self) -> Iterator[None]:
-        """Outside a backward every unpacking computes its region again; within this, each region once."""
+    def once(self, *, keep: bool) -> Iterator[None]:
+        """Outside a backward every unpacking computes its region again; within this, each region once. With `keep`,
+        small regions are not computed again in the backward either, so that the user's hooks in them fire as often as
+        without us."""
         group = getattr(torch.utils.checkpoint, "GraphExecGroup", None)
         try:
             with contextlib.nullcontext() if group is None else group():
                 yield
         finally:
-            self.forget()
+            held = sum(box.tensor.nbytes for box in self._open if box.tensor is not None)
+            if not keep or held > _SMALL:
+                self.forget()
 
     def forget(self) -> None:
         """Let go of the tensors; they are computed again when they are needed again."""

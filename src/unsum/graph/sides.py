@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unsum.graph.nodes import Node, below, is_leaf, ordered
-from unsum.graph.saved import Saved
+from unsum.graph.saved import Saved, saved_by
 from unsum.nested import leaves
 
 _LIKE_THE_FIRST = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
@@ -31,7 +31,7 @@ class Sides(TorchFunctionMode):
     def __init__(self, model: nn.Module, saved: Saved) -> None:
         super().__init__()
         self._saved = saved
-        self.mixing: list[str] = []  # operations that mix samples without a trace in the graph
+        self.mixing: list[tuple[str, int]] = []  # what mixes samples without a trace in the graph, and when
         self._kinds: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
         self._token = object()
         for module in model.modules():
@@ -119,9 +119,11 @@ class Sides(TorchFunctionMode):
     def _note_mixing(self, func: Any, args: Any, kwargs: Any, kinds: set[str]) -> None:
         functional = nn.functional
         if func is functional.batch_norm and "data" in kinds and _argument(args, kwargs, 5, "training"):
-            self.mixing.append("batch_norm in training")
+            self.mixing.append(("batch_norm in training", torch._C._autograd._get_sequence_nr()))
         if func is functional.embedding and _argument(args, kwargs, 5, "scale_grad_by_freq"):
-            self.mixing.append("embedding with scale_grad_by_freq")
+            self.mixing.append(("embedding with scale_grad_by_freq", torch._C._autograd._get_sequence_nr()))
+        if func is functional.embedding_bag and _argument(args, kwargs, 6, "scale_grad_by_freq"):
+            self.mixing.append(("embedding_bag with scale_grad_by_freq", torch._C._autograd._get_sequence_nr()))
 
 
 def _result_kind(kinds: set[str], is_real: bool) -> str:
@@ -155,11 +157,4 @@ def _memory(tensor: Tensor) -> int | None:
 
 def _saved(node: Node) -> set[int | None]:
     """Where the tensors lie that a node has saved."""
-    found: set[int | None] = set()
-    for name in dir(node):
-        if name.startswith("_saved_") and not name.endswith(("sym_sizes", "sym_strides")):
-            try:
-                found |= {_memory(t) for t in _tensors(getattr(node, name))}
-            except RuntimeError:
-                continue
-    return found - {None}
+    return {_memory(tensor) for tensor in saved_by(node)} - {None}

@@ -1,0 +1,112 @@
+"""Whose is each position of a tensor?
+
+Nearly always the samples follow each other along one dimension, in blocks: that is a `Regular` layout, which costs
+nothing to hold. After routing, sorting or packing it is a `Mapped` one: a whole number for every position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NOBODY, UNSEEN = -1, -2
+
+
+@dataclass(frozen=True)
+class Regular:
+    """Position p along `dim` belongs to sample (p // block) mod n."""
+
+    shape: tuple[int, ...]
+    n: int
+    dim: int
+    block: int
+
+    def along(self) -> Tensor:
+        """The samples along the dimension."""
+        return (torch.arange(self.shape[self.dim]) // self.block) % self.n
+
+    def owner(self, device: torch.device | None = None) -> Tensor:
+        """The sample of every position."""
+        view = [-1 if d == self.dim else 1 for d in range(len(self.shape))]
+        return self.along().to(device).view(view).expand(self.shape)
+
+    def only(self, grad: Tensor, sample: int) -> Tensor | None:
+        """The gradient with all other samples' positions set to zero; None if nothing is left."""
+        if sample == NOBODY:
+            return None
+        left = torch.zeros_like(grad)
+        split = (-1, self.n, self.block)
+        own, all_ = left.unflatten(self.dim, split), grad.unflatten(self.dim, split)
+        own.select(self.dim + 1, sample).copy_(all_.select(self.dim + 1, sample))
+        return left
+
+
+@dataclass(frozen=True, eq=False)
+class Mapped:
+    """The sample of every position; NOBODY for what belongs to none, UNSEEN where the sweep has not come."""
+
+    map: Tensor  # int32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.map.shape)
+
+    def owner(self, device: torch.device | None = None) -> Tensor:
+        """The sample of every position."""
+        return self.map.to(device)
+
+    def widened(self, shape: tuple[int, ...]) -> Mapped:
+        """For a tensor that has more dimensions behind."""
+        return Mapped(self.map.view(*self.map.shape, *(1 for _ in shape[self.map.dim() :])).expand(shape))
+
+    def only(self, grad: Tensor, sample: int) -> Tensor | None:
+        """The gradient with all other samples' positions set to zero; None if nothing is left."""
+        others = self.map.to(grad.device) != sample
+        return None if bool(others.all()) else grad.clone().masked_fill_(others, 0)
+
+
+Layout = Regular | Mapped
+
+
+def mapped(owner: Tensor) -> Mapped:
+    """From a tensor with the sample of every position."""
+    return Mapped(owner.to(torch.int32))
+
+
+def regular(shape: tuple[int, ...], n: int) -> Iterator[Regular]:
+    """The regular layouts that a shape permits, the likely ones first."""
+    fitting = [(d, size // n) for d, size in enumerate(shape) if n and size and size % n == 0]
+    for d, each in fitting:
+        for block in {each: None, 1: None}:
+            yield Regular(shape, n, d, block)
+    for d, each in fitting:
+        for block in range(each - 1, 1, -1):
+            if each % block == 0:
+                yield Regular(shape, n, d, block)
+
+
+def same(one: Layout, other: Layout) -> bool:
+    """Whether no position is said to be of one sample here and of another there."""
+    if isinstance(one, Regular) and one == other:
+        return True
+    a, b = one.owner(), other.owner()
+    return not bool(((a.cpu() != b.cpu()) & (a.cpu() >= 0) & (b.cpu() >= 0)).any())
+
+
+def complete(owner: Tensor, n: int) -> Layout:
+    """Positions that no gradient reached, from the others if these follow just one regular layout."""
+    unseen = owner == UNSEEN
+    if not owner.numel() or bool(unseen.all()):
+        return mapped(owner)
+    fitting: Regular | None = None
+    known: Tensor | None = None
+    for layout in regular(tuple(owner.shape), n):
+        wanted = layout.owner(owner.device)
+        if bool((unseen | (owner == wanted)).all()):
+            if known is not None and not torch.equal(known, wanted):
+                return mapped(owner)  # more than one layout fits: none is known
+            fitting, known = fitting or layout, wanted
+    return mapped(owner) if fitting is None else fitting

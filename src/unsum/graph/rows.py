@@ -1,0 +1,85 @@
+"""Rows of tensors whose samples are known, found again in what nodes have saved.
+
+A node at which a weight meets data saves that data. Where it is a view of a tensor whose samples are known, its rows
+say whose the node's positions are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from unsum.graph.layout import NOBODY, Layout, mapped
+from unsum.graph.nodes import Node
+from unsum.graph.saved import saved_by
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """Where a tensor lies in its memory, and its owners."""
+
+    storage: StorageWeakRef  # while this is held, no other memory has its number
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    itemsize: int
+    owners: Layout
+
+
+class Rows:
+    """Remembers tensors whose samples are known, without holding them."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, _Place] = {}
+
+    def remember(self, tensor: Tensor, owners: Layout) -> None:
+        """The owners of this tensor are known."""
+        if tensor.layout != torch.strided or not tensor.numel():
+            return
+        try:
+            storage = StorageWeakRef(tensor.untyped_storage())
+        except (RuntimeError, NotImplementedError):  # a subclass without memory of its own
+            return
+        if len(self._places) > 1000:
+            self._places = {key: place for key, place in self._places.items() if not place.storage.expired()}
+        self._places[storage.cdata] = _Place(
+            storage, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.element_size(), owners
+        )
+
+    def forget(self) -> None:
+        """Let go of everything."""
+        self._places.clear()
+
+    def owners(self, node: Node, shape: tuple[int, ...]) -> Layout | None:
+        """The sample of every position of a node's output of this shape, from the rows of what the node has saved."""
+        for tensor in saved_by(node):
+            place = self._places.get(_number(tensor))
+            # Fewer dimensions stand for the first ones only if they are ids, as of an embedding.
+            if place is None or place.itemsize != tensor.element_size() or not shape or not tensor.dim():
+                continue
+            if tensor.dim() != len(shape) and (tensor.is_floating_point() or tensor.dim() > len(shape)):
+                continue
+            own = self._of_view(place, tensor)
+            for common in range(own.dim(), 0, -1):
+                if tuple(own.shape[:common]) != tuple(shape[:common]):
+                    continue
+                rest = own.flatten(common) if own.dim() > common else own[..., None]
+                if bool((rest == rest[..., :1]).all()):
+                    return mapped(rest[..., 0]).widened(shape)
+        return None
+
+    def _of_view(self, place: _Place, view: Tensor) -> Tensor:
+        count = view.untyped_storage().nbytes() // view.element_size()
+        whole = torch.full((count,), NOBODY, dtype=torch.int32)
+        whole.as_strided(place.shape, place.stride, place.offset).copy_(place.owners.owner())
+        return whole.as_strided(view.shape, view.stride(), view.storage_offset())
+
+
+def _number(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return -1

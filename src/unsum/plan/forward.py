@@ -1,0 +1,168 @@
+"""What a block sees of the forward: which tensors have known samples, and which module made which node."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unsum import hooks
+from unsum import samples as sample_maps
+from unsum.errors import SamplesError
+from unsum.graph.layout import Layout
+from unsum.graph.nodes import Edge, Node, is_leaf
+from unsum.graph.probe import confirm, refuse_mixing
+from unsum.graph.rows import Rows
+from unsum.graph.sides import Sides
+from unsum.inplace import Token, token
+from unsum.nested import leaves
+
+
+@dataclass(frozen=True)
+class Known:
+    """A tensor whose samples are known, found again in the graph by its number and its token."""
+
+    token: weakref.ref[Token]
+    owners: Layout
+    call: int
+    marked: bool = False  # by the user: goes before what the outputs say
+
+
+class Forward:
+    """Follows the calls of a model's modules."""
+
+    def __init__(self, model: nn.Module, samples: sample_maps.Samples, sides: Sides, *, verify: bool) -> None:
+        self._model, self._samples, self._sides, self._verify = model, samples, sides, verify
+        self.rows = Rows()
+        self.calls = 0  # outermost ones
+        self.sizes: dict[int, None] = {}  # the numbers of samples that they were given
+        self.trying = False  # the model is being run for our own sake
+        self._known: dict[tuple[str, int, int], Known] = {}
+        self._alive = 64
+        self._starts: list[tuple[str, int]] = []
+        self._spans: list[tuple[int, int, str]] = []  # which nodes each module call has made: from, to, name
+        self._numbers = itertools.count()
+        self._outer: tuple[Callable[..., Any], Any, Any] | None = None
+        self._n: int | None = None
+
+    def before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A module is about to be called."""
+        hooks.refuse_tracing(name or "the model")
+        self._starts.append((name, torch._C._autograd._get_sequence_nr()))
+        if len(self._starts) > 1:
+            return
+        self._outer = (module.forward, args, kwargs)
+        given = [tensor for _, tensor in leaves((args, kwargs))]
+        k = self._samples.k if isinstance(self._samples, sample_maps.Dim) else 0
+        self._n = next((t.shape[k] for t in given if t.dim() > k), None)
+        for tensor in given:
+            owners = self._samples.owners(tuple(tensor.shape), self._n)
+            self._sides.given(tensor, has_samples=owners is not None)
+        if given and not self._sides.is_given_data(given):
+            self._n = None  # positions, say: what comes of them belongs to nobody
+        for tensor in given:
+            owners = self._samples.owners(tuple(tensor.shape), self._n)
+            if owners is not None and self._sides.is_given_data([tensor]):
+                self.rows.remember(tensor, owners)
+
+    def after(self, output: Any) -> None:
+        """A module has returned (None if it raised)."""
+        if not self._starts:
+            return
+        name, start = self._starts.pop()
+        self._spans.append((start, torch._C._autograd._get_sequence_nr(), name))
+        if self._starts:
+            return
+        self.calls += 1
+        call = next(self._numbers)
+        if (n := self._count()) is not None:
+            self.sizes[n] = None
+        self._try(output)
+        for _, tensor in leaves(output):
+            if tensor.grad_fn is None or self._sides.is_weight(tensor.grad_fn):
+                continue  # a weight that the model returns belongs to nobody
+            owners = self._samples.owners(tuple(tensor.shape), self._n)
+            if owners is not None:
+                self.know(tensor, owners, call)
+
+    def _count(self) -> int | None:
+        ids = self._samples.ids
+        return self._n if ids is None else len(ids)
+
+    def _try(self, output: Any) -> None:
+        """Run the model again where sizes coincide, or where the user asks for it."""
+        outer, self._outer, n = self._outer, None, self._count()
+        if outer is None or n is None or output is None:
+            return
+        sizes = [list(tensor.shape).count(n) for _, tensor in leaves(output) if tensor.grad_fn is not None]
+        self.trying = True
+        try:
+            if self._verify:
+                refuse_mixing(self._model, *outer, self._samples.owners, n)
+            elif isinstance(self._samples, sample_maps.Dim) and max(sizes, default=0) > 1:
+                confirm(self._model, *outer, n=n, k=self._samples.k)
+        finally:
+            self.trying = False
+
+    def know(self, tensor: Tensor, owners: Layout, call: int, *, marked: bool = False) -> None:
+        """The samples of a tensor are known."""
+        node = tensor.grad_fn
+        assert node is not None
+        self._known[node.name(), node._sequence_nr(), tensor.output_nr] = Known(
+            weakref.ref(token(node)), owners, call, marked
+        )
+        self.rows.remember(tensor, owners)
+        if len(self._known) > 2 * self._alive:  # a long block: let go of graphs that are gone
+            self._known = {key: known for key, known in self._known.items() if known.token() is not None}
+            self._spans = self._spans[-10_000:]
+            self._alive = max(len(self._known), 64)
+
+    def mark(self, tensor: Tensor) -> None:
+        """Dimension 0 of this tensor is the samples."""
+        if tensor.dim() == 0:
+            raise SamplesError("mark_samples names a tensor whose dimension 0 is the samples; this one is a scalar")
+        shape = tuple(tensor.shape)
+        owners = self._samples.owners(shape, shape[0]) or sample_maps.Dim(0).owners(shape, shape[0])
+        assert owners is not None
+        self.know(tensor, owners, next(self._numbers), marked=True)
+
+    def find(self, nodes: Sequence[Node]) -> tuple[dict[Edge, Layout], frozenset[int]]:
+        """Those of these nodes whose samples are known, and the calls that made them."""
+        numbers = {number for _, number, _ in self._known}
+        found: dict[Edge, Known] = {}
+        for node in nodes:
+            if node._sequence_nr() not in numbers or is_leaf(node):
+                continue
+            for output in range(len(node._input_metadata)):
+                entry = self._known.get((node.name(), node._sequence_nr(), output))
+                if entry is not None and token(node) is entry.token():
+                    found[node, output] = entry
+        if any(entry.marked for entry in found.values()):
+            found = {edge: entry for edge, entry in found.items() if entry.marked}
+        calls = frozenset(entry.call for entry in found.values())
+        return {edge: entry.owners for edge, entry in found.items()}, calls
+
+    def last_call(self) -> frozenset[int]:
+        """The last call, for a loss that comes from no output that could be cut."""
+        return frozenset([self.calls - 1])
+
+    def module_of(self, number: int) -> str:
+        """The innermost module during whose call the node with this number was made."""
+        ends = [end for _, end, _ in self._spans]  # calls end in order, inner ones first
+        for start, end, name in self._spans[bisect.bisect_right(ends, number) :]:
+            if start <= number < end:
+                return name
+        return ""
+
+    def forget(self) -> None:
+        """Let go of everything."""
+        self._known.clear()
+        self._spans.clear()
+        self._starts.clear()
+        self.rows.forget()

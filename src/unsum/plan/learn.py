@@ -1,0 +1,156 @@
+"""Learning: from the graph that is about to be walked to a plan of where parameters meet data, and whose it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from unsum.errors import InteractionError, SamplesError
+from unsum.graph.cut import Cut, find_cut, is_penalty, parameters_met_outside
+from unsum.graph.layout import Layout, Regular, same
+from unsum.graph.nodes import Edge, Node, below, is_leaf
+from unsum.graph.owners import Owners, Swept, all_are_seen, sweep
+from unsum.graph.replay import Grads, flow
+from unsum.graph.rows import Rows
+from unsum.graph.sides import Sides
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a block knows of the forward, and what its user asked for."""
+
+    sides: Sides
+    rows: Rows
+    wanted: Mapping[int, nn.Parameter]  # by id
+    names: Mapping[int, str]
+    exact: bool  # samples may interact
+    module_of: Callable[[int], str]  # by the number of a node
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where parameters meet data in one graph."""
+
+    n: int
+    nodes: list[Node]
+    owned: dict[Node, Owners]  # nodes with owners that lead to a parameter or to the weight side
+    mixed: set[Node]  # nodes that belong to nobody, on the way to a parameter
+    nobodys: list[Node]  # what joins a parameter to the loss without any data
+    hidden: dict[Node, list[Owners]]  # nodes that run backwards of their own
+
+
+def learn(roots: Sequence[Any], grads: Grads, known: Mapping[Edge, Layout], setting: Setting, count: Count) -> Plan:
+    """Find the cut, sweep, and say where to wait. Refuses by raising, before anything of the user's has run."""
+    cut, known = _cut(roots, known, setting)
+    n = count(cut.starts)
+    if setting.sides.mixing and not setting.exact:
+        operation, number = setting.sides.mixing[0]
+        raise interaction(operation, setting.module_of(number))
+    try:
+        swept = _sweep(cut, n, known, None, setting)
+    except InteractionError:
+        # Perhaps only where the loss does not look: a loss on the diagonal of n × n similarities, say.
+        looked_at = {edge: grad != 0 for edge, grad in flow(roots, grads, cut.starts).items() if edge in cut.starts}
+        if not all_are_seen(cut.starts, looked_at, n):
+            raise
+        swept = _sweep(cut, n, known, looked_at, setting)
+    return _plan(cut, swept, n, setting)
+
+
+Count = Callable[[Mapping[Edge, Layout]], int]
+
+
+def _cut(roots: Sequence[Any], known: Mapping[Edge, Layout], setting: Setting) -> tuple[Cut, Mapping[Edge, Layout]]:
+    """The cut; further down in the loss's code where a parameter is met there and rows tell whose its data is."""
+    while True:
+        cut = find_cut(roots, known, setting.sides.is_data)
+        met = parameters_met_outside(cut, setting.names, setting.sides.is_weight)
+        if not met:
+            return cut, known
+        for node, name in met:
+            shape = tuple(node._input_metadata[0].shape)
+            owners = setting.rows.owners(node, shape) if len(node._input_metadata) == 1 else None
+            if owners is None:
+                raise SamplesError(
+                    f"{name} meets data at {node.name()}, outside the model's outputs, where the samples are unknown.\n"
+                    "  unsum.mark_samples(losses) says whose each loss is"
+                )
+            known = {**known, (node, 0): owners}
+
+
+def _sweep(
+    cut: Cut, n: int, known: Mapping[Edge, Layout], only: Mapping[Edge, Tensor] | None, setting: Setting
+) -> Swept:
+    def mixed(node: Node, above: Node | None) -> None:
+        if not setting.exact and setting.sides.is_data(node):
+            blamed = node if above is None else above
+            raise interaction(blamed.name(), setting.module_of(blamed._sequence_nr()), "" if above is None else node.name())
+
+    def keep(node: Node) -> bool:
+        """Where a parameter may be met: not between data and data, unless samples may mix there."""
+        return setting.exact or any(is_leaf(c) or not setting.sides.is_data(c) for _, c, _ in below(node))
+
+    def seen(node: Node, owners: Owners, grads: Grads) -> None:
+        if only is None and not setting.exact and any(is_leaf(child) for _, child, _ in below(node)):
+            _compare_rows(node, owners, setting.rows)
+
+    return sweep(
+        cut.model, cut.starts, n,
+        only=only, known=known, keep=keep, mixed=mixed, seen=seen, is_data=setting.sides.is_data,
+    )  # fmt: skip
+
+
+def _compare_rows(node: Node, owners: Owners, rows: Rows) -> None:
+    """Sizes may coincide: where a node has saved rows of an input, these say whose they are."""
+    if len(owners) != 1 or owners[0] is None:
+        return
+    said = rows.owners(node, owners[0].shape)
+    if said is not None and not same(owners[0], said):
+        raise SamplesError(
+            f"at {node.name()} the samples of the loss are not those of the input's rows: some dimension that is no "
+            "sample has the same size.\n  samples=unsum.dim(k), or unsum.mark_samples(losses), says which it is"
+        )
+
+
+def _plan(cut: Cut, swept: Swept, n: int, setting: Setting) -> Plan:
+    mixed = {node for node, owners in swept.owners.items() if owners is None}
+
+    def is_wanted(child: Node) -> bool:
+        return id(child.variable) in setting.wanted if is_leaf(child) else child in mixed
+
+    def leads_to_one(node: Node) -> bool:
+        return any(is_wanted(child) for _, child, _ in below(node))
+
+    owned = {node: owners for node, owners in swept.owners.items() if owners is not None and leads_to_one(node)}
+    beside = [node for node in cut.loss if (node not in cut.on_data or is_penalty(node)) and leads_to_one(node)]
+    return Plan(n, cut.model, owned, mixed, beside, swept.hidden)
+
+
+def inside(roots: Sequence[Any], owners: Owners, n: int, setting: Setting) -> Plan:
+    """A plan for a backward that a node runs by itself, from roots whose owners the sweep has told."""
+    known = {}
+    for root, layout in zip(roots, owners, strict=True):
+        if layout is not None and root.grad_fn is not None:
+            known[root.grad_fn, root.output_nr] = layout
+    cut = find_cut(roots, known, setting.sides.is_data)
+    return _plan(cut, _sweep(cut, n, known, None, setting), n, setting)
+
+
+def interaction(operation: str, module: str, below: str = "") -> InteractionError:
+    """The error for samples that interact."""
+    where = (f" in module {module!r}" if module else "") + (f" (what it hands to {below} belongs to no sample)" if below else "")
+    return InteractionError(
+        f"samples interact at {operation}{where}: a gradient per sample is not what the sample alone would give.\n"
+        '  interacting="exact" gives the derivative of each sample\'s part of the loss all the same'
+    )
+
+
+def number_of_samples(starts: Mapping[Edge, Layout]) -> int:
+    """How many samples there are, by the sizes at the cut."""
+    sizes = {layout.n if isinstance(layout, Regular) else int(layout.map.max()) + 1 for layout in starts.values()}
+    if len(sizes) > 1:
+        raise SamplesError(f"one backward crosses forwards with different numbers of samples: {sorted(sizes)}")
+    return sizes.pop()
