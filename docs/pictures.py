@@ -1,7 +1,8 @@
 """The pictures of how.md, drawn from what unsum itself does on a small network: `python docs/pictures.py`.
 
 A real backward runs in a real `unsum.gradients` block. Three of the engine's functions are listened to while it does:
-`find_cut`, `sweep` and `replay`. Every node, arrow, number and owner in the pictures comes from them.
+`find_cut`, `sweep` and `replay`. The nodes, gradients and owners in the pictures are what they were given and what they
+returned; what torch stored stands beside them, and the script stops where the two do not agree.
 """
 
 from __future__ import annotations
