@@ -1,17 +1,26 @@
 """The pages say what the results say."""
 
 import importlib.util
+import inspect
 import json
 import re
+import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_table_of_costs_is_made_from_the_last_results():
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
+def load(path, monkeypatch):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, path.stem, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_of_costs_is_made_from_the_last_results(monkeypatch):
+    tables = load(ROOT / "benchmarks" / "tables.py", monkeypatch)
     result = json.loads((ROOT / "benchmarks" / "results" / "capture_overhead.json").read_text())
     assert tables.capture_overhead(result) in (ROOT / "docs" / "cost.md").read_text()
 
@@ -23,3 +32,22 @@ def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere():
     for page in pages:
         for target in re.findall(r"\]\(([\w./-]+\.md)\)", (ROOT / "docs" / page).read_text()):
             assert target in pages, (page, target)
+
+
+def test_the_pictures_are_what_the_engine_does_today(monkeypatch):
+    pictures = load(ROOT / "docs" / "pictures.py", monkeypatch)
+    drawn = pictures.draw()
+    assert drawn == pictures.draw()
+    assert drawn == {path.name: path.read_text() for path in (ROOT / "docs" / "pictures").iterdir()}, (
+        "python docs/pictures.py draws them again; look at them before they are committed"
+    )
+
+
+def test_the_pictures_show_the_network_of_the_page_and_can_be_read_aloud(monkeypatch):
+    pictures = load(ROOT / "docs" / "pictures.py", monkeypatch)
+    page = (ROOT / "docs" / "how.md").read_text()
+    assert inspect.getsource(pictures.Net) in page
+    for picture in (ROOT / "docs" / "pictures").iterdir():
+        assert f"](pictures/{picture.name})" in page
+        tags = {element.tag.rpartition("}")[2]: element.text for element in ElementTree.parse(picture).getroot()}
+        assert tags["title"] and tags["desc"]
