@@ -122,11 +122,11 @@ def tell() -> Story:
         sweeping = True
         found = sweep(*args, **kwargs | {"keep": lambda node: True})
         sweeping = False
-        story.owners = {node: None if owners is None else owners[0] for node, owners in found.items()}
+        story.owners = {node: owners and owners[0].owner() for node, owners in found.owners.items()}
         return found
 
-    def hear_replay(node: Node, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        results = replay(node, grads)
+    def hear_replay(node: Node, grads: Sequence[Tensor], *heard: Any) -> list[Tensor | None]:
+        results = replay(node, grads, *heard)
         if sweeping:
             story.swept.setdefault(node, []).append(grads[0].clone())
         else:
@@ -299,7 +299,7 @@ def draw_cut(story: Story) -> Svg:
     for node, (x, y) in sorted(place.items(), key=lambda item: item[1]):  # the engine's own order may vary
         kind = "parameter" if is_leaf(node) else "between" if node in story.spine else "between nobody"
         svg.box(x, y, story.short(node), shape_of(node), kind)
-    (owners,) = story.cut.starts.values()
+    owners = next(iter(story.cut.starts.values())).owner()
     svg.path(f"M{line:g} 24V{ROWS[1] + 44}", "cut")
     svg.text(line + 12, 38, "the cut", "bold")
     svg.grid(line + 12, 50, [["", ""]] * 3, owners.tolist(), 26)

@@ -1179,7 +1179,9 @@ def test_losses_that_the_model_itself_computes():
         share = torch.autograd.grad(reduction(free), free)[0]
         for name, parameter in each.named_parameters():
             wanted = [torch.autograd.grad(loss, parameter, retain_graph=True)[0] for loss in losses]
-            torch.testing.assert_close(g[name].per_sample(), torch.stack([s * w for s, w in zip(share, wanted, strict=True)]))
+            torch.testing.assert_close(
+                g[name].per_sample(), torch.stack([s * w for s, w in zip(share, wanted, strict=True)])
+            )
 
     class Blind(Losing):  # a vector of classes, as long as there are samples
         def forward(self, x):

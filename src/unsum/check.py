@@ -55,9 +55,7 @@ class Checked:
         return "\n".join(lines + ([self.table] if self.table else []))
 
 
-def check(
-    model: nn.Module, loss_fn: LossFunction, batch: Any, *, samples: Samples | Tensor | None = None
-) -> Checked:
+def check(model: nn.Module, loss_fn: LossFunction, batch: Any, *, samples: Samples | Tensor | None = None) -> Checked:
     """Compare the gradients per sample with plain autograd, which differentiates each sample's loss by itself.
 
     Nothing of the model's is changed: gradients, buffers and random numbers are set aside meanwhile.
@@ -65,9 +63,9 @@ def check(
     Args:
         model: Any module.
         loss_fn: `loss_fn(model, batch)` returns one loss for each sample, (n,).
-        batch: What the loss function takes. Where all its tensors can be sliced at dimension 0, it is also run with other
-            samples' rows in the place of some, and each sample alone: a loss that then differs means that samples
-            interact.
+        batch: What the loss function takes. Where all its tensors can be sliced at dimension 0, it is also run with
+            other samples' rows in the place of some, and each sample alone: a loss that then differs means that
+            samples interact.
         samples: Where the samples are, as in `unsum.gradients`.
 
     Examples:

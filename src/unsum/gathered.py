@@ -111,7 +111,12 @@ class Gradients:
         for name, parameter in unique:
             met = self._meetings.get(id(parameter))
             rows.append(
-                (name, f"{parameter.numel() / total:.1%}", ", ".join(dict.fromkeys(m.operation for m in met)) if met else "nothing", "replay" if met else "-")
+                (
+                    name,
+                    f"{parameter.numel() / total:.1%}",
+                    ", ".join(dict.fromkeys(m.operation for m in met)) if met else "nothing",
+                    "replay" if met else "-",
+                )
             )
         width = [max(len(row[i]) for row in rows) for i in range(3)]
         return "\n".join(f"{a:<{width[0]}}  {b:>{width[1]}}  {c:<{width[2]}}  {d}" for a, b, c, d in rows)

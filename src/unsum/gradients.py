@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 
 from unsum import hooks
 from unsum import samples as sample_maps
 from unsum.errors import OptionError, SamplesError, UnsupportedError
 from unsum.gathered import Gradients
 from unsum.graph.cut import losses_of
-from unsum.graph.nodes import Node, is_leaf, ordered, place
+from unsum.graph.layout import Layout
+from unsum.graph.nodes import Edge, is_leaf, ordered, place
 from unsum.graph.probe import state_set_aside
 from unsum.graph.saved import Saved
 from unsum.graph.sides import Sides
@@ -129,10 +129,11 @@ class GradientsBlock:
             raise UnsupportedError("create_graph=True: the gradients of a second backward are not those of .grad")
         self._put_back: list[tuple[nn.Parameter, Tensor | None]] = []
         nodes = ordered([node for root in roots if (node := place(root)[0]) is not None])
-        if not self._concerns(nodes):
-            return
+        known, self._group = self._forward.find(nodes)
+        if not known and not any(is_leaf(node) and id(node.variable) in self._setting.wanted for node in nodes):
+            return  # of another model
         with self._learn():
-            plan = self._plan(roots, grads, nodes)
+            plan = self._plan(roots, grads, known)
         self._parts = Parts(plan.n)
         self._start(plan)
         if not self._options.grad:  # set aside, or torch would add to it in place
@@ -145,20 +146,16 @@ class GradientsBlock:
         """Nodes are called by hand, and nothing of the model's is changed."""
         self._learning = True
         try:
-            with torch._C.DisableTorchFunction(), self._saved.once(keep=list(hooks.here()) == [self]), state_set_aside(self._model):
+            with (
+                torch._C.DisableTorchFunction(),
+                self._saved.once(keep=list(hooks.here()) == [self]),
+                state_set_aside(self._model),
+            ):
                 yield
         finally:
             self._learning = False
 
-    def _concerns(self, nodes: Sequence[Node]) -> bool:
-        """Whether a backward may reach a parameter; that of another model does not."""
-        return any(
-            id(node.variable) in self._setting.wanted if is_leaf(node) else isinstance(node, BackwardCFunction)
-            for node in nodes
-        )
-
-    def _plan(self, roots: Sequence[Any], grads: Sequence[Tensor | None], nodes: Sequence[Node]) -> Plan:
-        known, self._group = self._forward.find(nodes)
+    def _plan(self, roots: Sequence[Any], grads: Sequence[Tensor | None], known: Mapping[Edge, Layout]) -> Plan:
         if not known and len(self._forward.sizes) == 1:  # no output can be cut: losses, one for each sample
             known = losses_of(roots, *self._forward.sizes)
             self._group = self._forward.last_call()
@@ -194,7 +191,11 @@ class GradientsBlock:
             run = self._backwards.pop()
             if run is not None:
                 run.detach()
-        if self._adding or self._parts is None:
+        if self._adding:
+            return
+        if self._parts is None:
+            if self._received and not failed:
+                self._check_sum(Parts(0))
             return
         for parameter, stored in self._put_back:
             parameter.grad = stored
@@ -230,7 +231,9 @@ class GradientsBlock:
                 found = found + parts.per_sample[key].sum(0)
             if key in parts.shared:
                 found = found + parts.shared[key]
-            missing = torch.where(received.isfinite(), (received - found).abs(), torch.where(found.isfinite(), torch.inf, 0.0))
+            missing = torch.where(
+                received.isfinite(), (received - found).abs(), torch.where(found.isfinite(), torch.inf, 0.0)
+            )
             worst = float(missing.abs().max()) if received.numel() else 0.0
             if not worst <= parts.rounding * scale:
                 raise SamplesError(
@@ -297,8 +300,8 @@ def gradients(
             today.
         interacting: "error" refuses models in which samples interact; "exact" gives the derivative of each sample's
             part of the loss all the same.
-        verify: True runs the model some times more without gradients, with other samples' inputs, and refuses samples that
-            interact though the graph shows no trace of it (detached statistics of the batch, mixup).
+        verify: True runs the model some times more without gradients, with other samples' inputs, and refuses samples
+            that interact though the graph shows no trace of it (detached statistics of the batch, mixup).
         loss_reduction: "mean" says that the loss was a mean over samples, and gives the gradients of each sample's own.
         params: A glob that chooses parameters by name.
         grad: False leaves every `.grad` as it was.

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from unsum.errors import InteractionError, SamplesError
 from unsum.graph.layout import Layout, Regular
-from unsum.nested import Path, children, format_path, leaves, put
+from unsum.nested import children, format_path, leaves, put
+from unsum.types import Path
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -47,7 +48,7 @@ def refuse_mixing(
     found = mixing(model, call, args, kwargs, owners_of, n)
     if found is not None:
         raise InteractionError(
-            f"samples interact: {found}, though nothing in the graph shows it (detached statistics of the batch, mixup).\n"
+            f"samples interact: {found}, though the graph shows no trace of it (detached statistics, mixup).\n"
             '  without verify=True, interacting="exact" gives the derivative of each sample\'s part of the loss'
         )
 

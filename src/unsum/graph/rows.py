@@ -46,7 +46,7 @@ class Rows:
         if len(self._places) > 1000:
             self._places = {key: place for key, place in self._places.items() if not place.storage.expired()}
         self._places[storage.cdata] = _Place(
-            storage, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.element_size(), owners
+            storage, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.element_size(), owners
         )
 
     def forget(self) -> None:

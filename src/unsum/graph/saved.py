@@ -19,7 +19,6 @@ from torch import Tensor
 from unsum.graph.nodes import Node
 from unsum.nested import leaves
 
-
 _SMALL = 1 << 28  # bytes
 
 

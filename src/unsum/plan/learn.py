@@ -87,7 +87,9 @@ def _sweep(
     def mixed(node: Node, above: Node | None) -> None:
         if not setting.exact and setting.sides.is_data(node):
             blamed = node if above is None else above
-            raise interaction(blamed.name(), setting.module_of(blamed._sequence_nr()), "" if above is None else node.name())
+            raise interaction(
+                blamed.name(), setting.module_of(blamed._sequence_nr()), "" if above is None else node.name()
+            )
 
     def keep(node: Node) -> bool:
         """Where a parameter may be met: not between data and data, unless samples may mix there."""
@@ -141,7 +143,9 @@ def inside(roots: Sequence[Any], owners: Owners, n: int, setting: Setting) -> Pl
 
 def interaction(operation: str, module: str, below: str = "") -> InteractionError:
     """The error for samples that interact."""
-    where = (f" in module {module!r}" if module else "") + (f" (what it hands to {below} belongs to no sample)" if below else "")
+    where = (f" in module {module!r}" if module else "") + (
+        f" (what it hands to {below} belongs to no sample)" if below else ""
+    )
     return InteractionError(
         f"samples interact at {operation}{where}: a gradient per sample is not what the sample alone would give.\n"
         '  interacting="exact" gives the derivative of each sample\'s part of the loss all the same'

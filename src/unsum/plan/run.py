@@ -63,9 +63,7 @@ class Parts:
 class Run:
     """Waits at the nodes of a plan while one backward runs."""
 
-    def __init__(
-        self, plan: Plan, setting: Setting, parts: Parts
-    ) -> None:
+    def __init__(self, plan: Plan, setting: Setting, parts: Parts) -> None:
         self.plan, self._parts = plan, parts
         self._wanted, self._module_of, self._sides = setting.wanted, setting.module_of, setting.sides
         parts.rounding = max([parts.rounding, *(_rounding(node) for node in plan.nodes if not is_leaf(node))])
@@ -161,6 +159,6 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def unclear(names: Mapping[str, None]) -> SamplesError:
     """The error for positions that got a gradient though the sweep had not seen whose they are."""
     return SamplesError(
-        f"the samples of some positions are unknown at {', '.join(names)}: they got a gradient though nothing led there "
-        "when the graph was learnt (or everything there is NaN).\n  unsum.mark_samples(losses) names them"
+        f"the samples of some positions are unknown at {', '.join(names)}: they got a gradient though nothing led "
+        "there when the graph was learnt (or everything there is NaN).\n  unsum.mark_samples(losses) names them"
     )
