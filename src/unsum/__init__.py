@@ -10,6 +10,7 @@ from unsum.check import check
 from unsum.edit import edit
 from unsum.gradients import gradients, mark_samples
 from unsum.mark import mark
+from unsum.reducers import Kronecker, Norms, Project, SecondMoment, TokenNorms, WeightedSum
 from unsum.samples import dim, packed
 from unsum.sites import sites
 from unsum.verbs import add, clip, clip_norm, noise, remove, replace, reverse, scale, steer, zero
@@ -17,6 +18,12 @@ from unsum.verbs import add, clip, clip_norm, noise, remove, replace, reverse, s
 __version__ = "0.1.0"
 
 __all__ = [
+    "Kronecker",
+    "Norms",
+    "Project",
+    "SecondMoment",
+    "TokenNorms",
+    "WeightedSum",
     "add",
     "capture",
     "check",

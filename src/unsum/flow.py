@@ -351,17 +351,15 @@ class Flow:
             )
         return self.receiver.gradient(spot, grad, self.backwards)
 
-    def before_backward(
-        self, roots: Sequence[Any], grads: Sequence[Tensor | None], *, create_graph: bool, accumulates: bool
-    ) -> None:
-        self._accumulates.append(accumulates)
+    def before_backward(self, call: hooks.Backward) -> None:
+        self._accumulates.append(call.accumulates)
         self._collections.append(Collection(self.arrived))
         if len(self._accumulates) == 1:
             self.backwards += 1
-            self._first_node = torch._C._autograd._get_sequence_nr() if create_graph else None
+            self._first_node = torch._C._autograd._get_sequence_nr() if call.create_graph else None
         for watch in self._watches:
-            watch.follow_changes(roots)
-        self._collections[-1].wait(self._shares, roots, self._second_order)
+            watch.follow_changes(call.roots)
+        self._collections[-1].wait(self._shares, call.roots, self._second_order)
 
     def after_backward(self, *, failed: bool) -> None:
         self._accumulates.pop()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from unsum.coverage import table
 from unsum.errors import SamplesError
-from unsum.factors import Factors
-from unsum.plan.run import Meeting, Parts, wide
+from unsum.factors.factors import Factors, Share
+from unsum.plan.intake import Intake
+from unsum.plan.run import Meeting
+from unsum.reducers import Reducer
 from unsum.samples import Samples
 from unsum.sites import Names
 
@@ -22,17 +26,19 @@ class Group:
 
     n: int
     ids: Tensor
-    per_sample: dict[int, Tensor] = field(default_factory=dict)
-    shared: dict[int, Tensor] = field(default_factory=dict)
+    shares: dict[int, Share] = field(default_factory=dict)  # by the id of the parameter
+    nobodys: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Gradients:
-    """The gradients by sample so far: `g[name]` for one parameter, `g.norms()` and the like for all."""
+    """The gradients by sample so far: `g[name]` for one parameter, `g.norms()` and the like for all, `g[reducer]` for
+    what a reducer has made of them."""
 
-    def __init__(self, names: Names, params: str, samples: Samples, *, mean: bool) -> None:
-        self._names = names
-        self._samples = samples
-        self._mean = mean
+    def __init__(
+        self, names: Names, params: str, samples: Samples, reducers: Sequence[Reducer] = (), *, keep: bool = True
+    ) -> None:
+        self._names, self._samples = names, samples
+        self._reducers, self._keep = reducers, keep
         chosen = fnmatch.filter(names.parameters, params)
         self.parameters = {name: p for name in chosen if (p := names.parameters[name]).requires_grad}
         self.by_id: dict[int, str] = {}  # the first name of each
@@ -46,29 +52,41 @@ class Gradients:
         """The parameters by id, tied ones once."""
         return {id(p): p for p in self.parameters.values()}
 
-    def take_in(
-        self, parts: Parts, calls: frozenset[int], reached: Iterable[int], scale: Tensor | float | None
-    ) -> None:
-        """Add what one backward brought to the parameters that it reached, for the samples of these forwards, without
-        the loss scale."""
-        self.backwards += 1
-        ids = self._samples.ids
-        for known in [key for key in self._groups if key & calls]:  # the same samples, as they share a forward
-            if self._groups[known].n != parts.n:
-                raise SamplesError(
-                    f"backwards through the same forward have {self._groups[known].n} and {parts.n} samples"
-                )
-            self._merge(known, known | calls)
+    # ---- what comes in --------------------------------------------------------------------------------------------
+
+    def group(self, calls: frozenset[int], n: int) -> tuple[frozenset[int], bool]:
+        """The samples of these forwards, and whether they had a backward before: those that share a forward are the
+        same."""
+        again = False
+        for known in [key for key in self._groups if key & calls]:
+            if self._groups[known].n != n:
+                raise SamplesError(f"backwards through the same forward have {self._groups[known].n} and {n} samples")
+            merged = self._groups.pop(known)
             calls = known | calls
-        group = self._groups.setdefault(calls, Group(parts.n, torch.arange(parts.n) if ids is None else ids))
-        for key in reached:
-            for mine, new in ((group.per_sample, parts.per_sample), (group.shared, parts.shared)):
-                if key in new:
-                    value = new[key] * parts.n if self._mean else new[key]
-                    value = value if scale is None else value / scale
-                    mine[key] = mine[key] + value if key in mine else value
-        for key, met in parts.meetings.items():
+            if calls in self._groups:
+                _add(self._groups[calls], merged)
+            else:
+                self._groups[calls] = merged
+            again = True
+        if not again:
+            ids = self._samples.ids
+            self._groups[calls] = Group(n, torch.arange(n) if ids is None else ids)
+        return calls, again
+
+    def drop(self, calls: frozenset[int]) -> None:
+        """A backward has failed: its new samples are none."""
+        self._groups.pop(calls, None)
+
+    def take_in(self, intake: Intake, calls: frozenset[int], scale: Tensor | float | None) -> None:
+        """Add what one backward brought, for the samples of these forwards."""
+        self.backwards += 1
+        shares = {key: Share(intake.n, kinds, scale) for key, kinds in intake.kinds.items()}
+        nobodys = {key: value if scale is None else value * scale for key, value in intake.nobodys.items()}
+        _add(self._groups[calls], Group(intake.n, torch.empty(0), shares, nobodys))
+        for key, met in intake.meetings.items():
             self._meetings.setdefault(key, {}).update(met)
+
+    # ---- reads ----------------------------------------------------------------------------------------------------
 
     def _ordered(self) -> list[Group]:
         if not self._groups:
@@ -77,49 +95,49 @@ class Gradients:
             raise SamplesError("nothing was differentiated inside the block, so there are no samples")
         return [self._groups[key] for key in sorted(self._groups, key=min)]
 
-    def _merge(self, known: frozenset[int], calls: frozenset[int]) -> None:
-        group = self._groups.pop(known)
-        other = self._groups.setdefault(calls, Group(group.n, group.ids))
-        for mine, new in ((other.per_sample, group.per_sample), (other.shared, group.shared)):
-            for key, value in new.items():
-                mine[key] = mine[key] + value if key in mine else value
-
     def __contains__(self, name: object) -> bool:
         return name in self.parameters
 
-    def __getitem__(self, name: str) -> Factors:
+    def __getitem__(self, name: Any) -> Any:
+        """The factors of a parameter, by name; a reducer, by itself or by its class."""
+        if not isinstance(name, str):
+            return self._reducer(name)
         parameter = self.parameters.get(name)
         if parameter is None:
             if name in self._names.parameters:
                 raise KeyError(f"{name}: frozen (requires_grad=False), or not chosen by params=")
             raise KeyError(f"{name}: no such parameter; there are: {', '.join(list(self.parameters)[:8])}, ...")
+        return self._factors(name, parameter)
+
+    def _reducer(self, wanted: Any) -> Reducer:
+        found = [r for r in self._reducers if r is wanted or (isinstance(wanted, type) and isinstance(r, wanted))]
+        if len(found) != 1:
+            kinds = ", ".join(type(r).__name__ for r in self._reducers) or "none"
+            raise KeyError(f"{wanted!r}: {'no' if not found else 'more than one'} such reducer; this block has: {kinds}")
+        return found[0]
+
+    def _factors(self, name: str, parameter: nn.Parameter) -> Factors:
         groups, key = self._ordered(), id(parameter)
-        like = parameter.new_zeros((), dtype=wide(parameter.dtype))
-        parts = [g.per_sample.get(key, like.new_zeros(g.n, *parameter.shape)) for g in groups]
-        shared = [g.shared.get(key, like.new_zeros(parameter.shape)) for g in groups]
-        return Factors(torch.cat(parts), torch.stack(shared).sum(0))
+        if not self._keep:
+            raise SamplesError(
+                f"{name}: with reducers, factors are not kept.\n  read g[{type(self._reducers[0]).__name__}], or open "
+                "the block with keep=True"
+            )
+        shares = [group.shares.get(key, Share(group.n)) for group in groups]
+        nobodys = [group.nobodys[key] for group in groups if key in group.nobodys]
+        shared = sum(nobodys[1:], nobodys[0]) if nobodys else None
+        return Factors(self.by_id[key], parameter, shares, shared)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.by_id.values())
 
     def coverage(self) -> str:
-        """A table: each parameter, its share of all elements, the operations at which it met data, and how its
-        gradients were obtained."""
-        unique = [(name, self.parameters[name]) for name in self.by_id.values()]
-        total = sum(p.numel() for _, p in unique) or 1
-        rows = [("parameter", "elements", "meets data at", "how")]
-        for name, parameter in unique:
-            met = self._meetings.get(id(parameter))
-            rows.append(
-                (
-                    name,
-                    f"{parameter.numel() / total:.1%}",
-                    ", ".join(dict.fromkeys(m.operation for m in met)) if met else "nothing",
-                    "replay" if met else "-",
-                )
-            )
-        width = [max(len(row[i]) for row in rows) for i in range(3)]
-        return "\n".join(f"{a:<{width[0]}}  {b:>{width[1]}}  {c:<{width[2]}}  {d}" for a, b, c, d in rows)
+        """A table: each parameter, its share of all elements, the operations at which it met data (with module and
+        place in the graph), how its gradients were obtained, and how many numbers they are for one sample."""
+        kept = {
+            key: group.shares[key] for group in self._groups.values() for key in self.by_id if key in group.shares
+        }
+        return table(self.by_id, self.unique(), self._meetings, kept)
 
     @property
     def ids(self) -> Tensor:
@@ -152,3 +170,18 @@ class Gradients:
     def weighted_sum(self, w: Tensor) -> dict[str, Tensor]:
         """{parameter: Σ w_n G_n}."""
         return {name: self[name].weighted_sum(w) for name in self}
+
+
+def _add(group: Group, new: Group) -> None:
+    """Another backward of the same samples."""
+    for key, share in new.shares.items():
+        known = group.shares.get(key)
+        if known is None:
+            group.shares[key] = share
+        elif known.scale is share.scale:
+            group.shares[key] = Share(share.n, known.kinds + share.kinds, share.scale)
+        else:  # another loss scale
+            kinds = [kind if s.scale is None else kind.times(s.scale) for s in (known, share) for kind in s.kinds]
+            group.shares[key] = Share(share.n, kinds)
+    for key, value in new.nobodys.items():
+        group.nobodys[key] = group.nobodys[key] + value if key in group.nobodys else value

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -17,21 +18,32 @@ from unsum.errors import OptionError, SamplesError, UnsupportedError
 from unsum.gathered import Gradients
 from unsum.graph.cut import losses_of
 from unsum.graph.layout import Layout
-from unsum.graph.nodes import Edge, is_leaf, ordered, place
+from unsum.graph.nodes import Edge, Node, is_leaf, ordered, place
 from unsum.graph.probe import state_set_aside
 from unsum.graph.saved import Saved
 from unsum.graph.sides import Sides
 from unsum.keeping import current_scale
 from unsum.plan.forward import Forward
-from unsum.plan.learn import Plan, Setting, inside, learn, number_of_samples
-from unsum.plan.run import Parts, Run, unclear, wide
+from unsum.kernels.product import wide
+from unsum.plan.intake import Intake, accumulate
+from unsum.plan.learn import Setting, inside, learn, number_of_samples
+from unsum.plan.plan import Plan, recall, remember
+from unsum.plan.run import Run
+from unsum.plan.signature import signature
+from unsum.reducers import Norms, Reducer
 from unsum.sites import Names
+
+log = logging.getLogger("unsum")
 
 
 @dataclass(frozen=True)
 class Options:
     """What the user asked for."""
 
+    reducers: tuple[Reducer, ...]
+    keep: bool  # hold the factors, reducers or not
+    rules: bool  # rules may speak, or all is replayed
+    strict: bool  # a rule that does not hold is an error
     samples: sample_maps.Samples
     exact: bool  # samples may interact
     verify: bool
@@ -56,19 +68,26 @@ class GradientsBlock:
             raise OptionError("this block is open already; make another one with unsum.gradients(...)")
         self._open = True
         options = self._options
-        self._found = Gradients(self._names, options.params, options.samples, mean=options.mean)
+        self._found = Gradients(self._names, options.params, options.samples, options.reducers, keep=options.keep)
+        for reducer in options.reducers:
+            if hasattr(reducer, "reset"):
+                reducer.reset()
         self._saved = Saved()
         self._sides = Sides(self._model, self._saved)
         self._forward = Forward(self._model, options.samples, self._sides, verify=options.verify)
         self._setting = Setting(
-            self._sides, self._forward.rows, self._found.unique(), self._found.by_id, options.exact,
-            self._forward.module_of,
+            self._sides, self._forward.rows, self._found.unique(), self._found.by_id, self._forward.module_of,
+            exact=options.exact, rules=options.rules, strict=options.strict,
         )  # fmt: skip
         self._learning = False
         self._backwards: list[Run | None] = []  # under way, the innermost last
         self._adding: list[bool] = []  # whether each of them adds to .grad
-        self._parts: Parts | None = None
+        self._intake: Intake | None = None
         self._received: dict[int, Tensor] = {}
+        self._waiting: list[hooks.Handle] = []
+        self._put_back: list[tuple[nn.Parameter, Tensor | None]] = []
+        self._reached: set[int] | None = None
+        self._rounding = 1e-9
         self._handles: list[hooks.Handle] = []
         for module, name in {module: name for name, module in reversed(self._names.modules.items())}.items():
             self._handles += hooks.on_call(
@@ -76,22 +95,18 @@ class GradientsBlock:
                 lambda args, kwargs, name=name, module=module: self._before(name, module, args, kwargs),  # type: ignore[misc]
                 lambda output: self._after(output),
             )
-        for parameter in self._found.unique().values():
-            # First, so that it sees what arrives and not what the user's own hooks make of it.
-            self._handles.append(hooks.on_gradient(parameter, self._receiver(parameter), first=True))
         self._blocks = hooks.open_block(self)
-        hooks.watch(self._sides)
+        self._forward.open()
         return self._found
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        hooks.unwatch(self._sides)
+        self._forward.close()
         hooks.close_block(self, self._blocks)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._forward.forget()
         self._open = False
 
     def mark(self, tensor: Tensor) -> None:
@@ -115,31 +130,107 @@ class GradientsBlock:
 
     # ---- backward -------------------------------------------------------------------------------------------------
 
-    def before_backward(
-        self, roots: Sequence[Any], grads: Sequence[Tensor | None], *, create_graph: bool, accumulates: bool
-    ) -> None:
-        self._adding.append(accumulates)
+    def before_backward(self, call: hooks.Backward) -> Sequence[Tensor] | None:
+        self._adding.append(call.accumulates)
         self._backwards.append(None)
         if len(self._adding) > 1:
-            self._inside(roots, accumulates)
-            return
-        self._parts = None
+            self._inside(call)
+            return None
+        self._intake = None
         self._received.clear()
-        if create_graph:
+        if call.create_graph:
             raise UnsupportedError("create_graph=True: the gradients of a second backward are not those of .grad")
-        self._put_back: list[tuple[nn.Parameter, Tensor | None]] = []
-        nodes = ordered([node for root in roots if (node := place(root)[0]) is not None])
-        known, self._group = self._forward.find(nodes)
+        nodes = ordered([node for root in call.roots if (node := place(root)[0]) is not None])
+        known, calls = self._forward.find(nodes)
         if not known and not any(is_leaf(node) and id(node.variable) in self._setting.wanted for node in nodes):
-            return  # of another model
-        with self._learn():
-            plan = self._plan(roots, grads, known)
-        self._parts = Parts(plan.n)
-        self._start(plan)
-        if not self._options.grad:  # set aside, or torch would add to it in place
+            return None  # of another model
+        plan = self._recall(call, nodes, known, calls)
+        self._calls, again = self._found.group(self._calls, plan.n)
+        self._is_new = not again
+        try:
+            return self._begin(call, nodes, plan, again)
+        except BaseException:
+            if self._is_new:
+                self._found.drop(self._calls)
+            raise
+
+    def _begin(
+        self, call: hooks.Backward, nodes: Sequence[Node], plan: Plan, again: bool
+    ) -> Sequence[Tensor] | None:
+        """Wait at the plan's nodes; say which leaves torch is to bring gradients to, if not to all."""
+        options = self._options
+        scale = None if options.scaler is None else 1 / current_scale(options.scaler)
+        self._scale = scale if not options.mean else plan.n * (1 if scale is None else scale)
+        for reducer in options.reducers:
+            reducer.begin(plan.n, again)
+        skipped = self._skipped(call, plan)
+        self._intake = Intake(
+            plan, self._setting.wanted, self._found.by_id, options.reducers,
+            keep=options.keep, scale=self._scale, check=self._is_checked, skipped=skipped, deliver=self._deliver,
+        )  # fmt: skip
+        self._reached = {id(given) for given in call.inputs if isinstance(given, Tensor)} if call.inputs else None
+        self._start(plan, nodes)
+        if self._is_checked:
+            for parameter in self._setting.wanted.values():
+                # First, so that it sees what arrives and not what the user's own hooks make of it.
+                self._waiting.append(hooks.on_gradient(parameter, self._receiver(parameter), first=True))
+        if not options.grad:  # set aside, or torch would add to it in place
             self._put_back = [(p, p.grad) for p in self._names.parameters.values()]
             for parameter, _ in self._put_back:
                 parameter.grad = None
+        if not skipped:
+            return None
+        return [n.variable for n in nodes if is_leaf(n) and self._found.by_id.get(id(n.variable)) not in skipped]
+
+    def _skipped(self, call: hooks.Backward, plan: Plan) -> frozenset[str]:
+        """The parameters whose gradient torch need not compute."""
+        if call.inputs or not call.accumulates or self._is_checked or len(hooks.here()) != 1:
+            return frozenset()
+        if not self._options.grad:
+            return plan.spare
+        return plan.cheap if any(isinstance(r, Norms) for r in self._options.reducers) else frozenset()
+
+    def _deliver(self, parameter: nn.Parameter, value: Tensor) -> None:
+        if self._options.grad:
+            accumulate(parameter, value)
+
+    def _recall(
+        self, call: hooks.Backward, nodes: Sequence[Node], known: Mapping[Edge, Layout], calls: frozenset[int]
+    ) -> Plan:
+        """The plan of this graph: remembered, or learnt."""
+        self._calls = calls
+        if not known and len(self._forward.sizes) == 1:  # no output can be cut: losses, one for each sample
+            known = losses_of(call.roots, *self._forward.sizes)
+            self._calls = self._forward.last_call()
+        if not known:
+            raise SamplesError(
+                "cannot tell whose gradient this is: no tensor with known samples lies between loss and model.\n"
+                "  call the model inside the block, say samples=unsum.dim(k), or unsum.mark_samples(losses)"
+            )
+        self._is_checked = not self._setting.rules
+        key: Hashable = None
+        if self._setting.rules:
+            at = {node: k for k, node in enumerate(nodes)}
+            cut = tuple((at[node], output, layout) for (node, output), layout in known.items())
+            roots = tuple((at.get(place(root)[0]), place(root)[1]) for root in call.roots)
+            key = (signature(nodes, self._found.by_id), cut, roots, self._setting.exact)
+            plan = recall(self._model, key, nodes)
+            if plan is not None:
+                self._forward.begin()
+                return plan
+        self._is_checked = True
+        if not self._forward.watched:
+            log.warning("unsum: an unknown graph after a forward that was not watched: whether samples interact is not known")
+        ids = self._options.samples.ids
+        count = number_of_samples if ids is None else lambda _: len(ids)
+        with self._learn():
+            plan = learn(call.roots, call.grads, nodes, known, self._setting, count)
+        if key is not None and plan.lasting:
+            remember(self._model, key, plan)
+        self._forward.learnt(lasting=key is not None and plan.lasting and not self._saved.is_needed)
+        log.info("unsum: learnt a graph of %d nodes: %d meetings, %d by rule; %s", len(nodes), len(plan.owned),
+                 len(plan.rules), "remembered" if plan.lasting else "to be learnt each time")
+        return plan
 
     @contextlib.contextmanager
     def _learn(self) -> Iterator[None]:
@@ -155,33 +246,22 @@ class GradientsBlock:
         finally:
             self._learning = False
 
-    def _plan(self, roots: Sequence[Any], grads: Sequence[Tensor | None], known: Mapping[Edge, Layout]) -> Plan:
-        if not known and len(self._forward.sizes) == 1:  # no output can be cut: losses, one for each sample
-            known = losses_of(roots, *self._forward.sizes)
-            self._group = self._forward.last_call()
-        if not known:
-            raise SamplesError(
-                "cannot tell whose gradient this is: no tensor with known samples lies between loss and model.\n"
-                "  call the model inside the block, say samples=unsum.dim(k), or unsum.mark_samples(losses)"
-            )
-        ids = self._options.samples.ids
-        return learn(roots, grads, known, self._setting, number_of_samples if ids is None else lambda _: len(ids))
-
-    def _inside(self, roots: Sequence[Any], accumulates: bool) -> None:
+    def _inside(self, call: hooks.Backward) -> None:
         """A node runs a backward of its own inside its backward: a reentrant checkpoint, a reversible network."""
         outer = next((run for run in reversed(self._backwards) if run is not None), None)
-        if outer is None or not accumulates or self._parts is None:
+        if outer is None or not call.accumulates or self._intake is None:
             return
-        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
-        waiting = outer.plan.hidden.get(node)
+        waiting = outer.hidden.get(torch._C._current_autograd_node())  # type: ignore[attr-defined]
         if waiting:
+            nodes = ordered([node for root in call.roots if (node := place(root)[0]) is not None])
             with self._learn():
-                plan = inside(roots, waiting.pop(0), self._parts.n, self._setting)
-            self._start(plan)
+                plan = inside(call.roots, nodes, waiting.pop(0), self._intake.n, self._setting)
+            self._start(plan, nodes)
 
-    def _start(self, plan: Plan) -> None:
-        assert self._parts is not None
-        run = Run(plan, self._setting, self._parts)
+    def _start(self, plan: Plan, nodes: Sequence[Node]) -> None:
+        assert self._intake is not None
+        self._rounding = max(self._rounding, plan.rounding)
+        run = Run(plan, nodes, self._setting, self._intake)
         self._backwards[-1] = run
         run.attach()
 
@@ -190,24 +270,33 @@ class GradientsBlock:
             self._adding.pop()
             run = self._backwards.pop()
             if run is not None:
-                run.detach()
+                run.detach(failed=failed)
         if self._adding:
             return
-        if self._parts is None:
-            if self._received and not failed:
-                self._check_sum(Parts(0))
-            return
+        for handle in self._waiting:
+            handle.remove()
+        self._waiting.clear()
         for parameter, stored in self._put_back:
             parameter.grad = stored
-        parts, self._parts = self._parts, None
+        self._put_back = []
+        intake, self._intake = self._intake, None
         self._saved.forget()
         if failed:
+            if intake is not None and self._is_new:
+                self._found.drop(self._calls)
             return
-        if parts.unknown:
-            raise unclear(parts.unknown)
-        self._check_sum(parts)
-        scale = None if self._options.scaler is None else current_scale(self._options.scaler)
-        self._found.take_in(parts, self._group, self._received, scale)
+        if intake is None:
+            if self._received:
+                raise _unseen(self._found.by_id[next(iter(self._received))], "")
+            return
+        if self._reached is not None:
+            for kept in (intake.kinds, intake.nobodys, intake.meetings):
+                for key in kept.keys() - self._reached:
+                    del kept[key]  # type: ignore[attr-defined]
+        if self._is_checked:
+            self._check_sum(intake)
+        intake.finish()
+        self._found.take_in(intake, self._calls, self._scale)
 
     def _receiver(self, parameter: nn.Parameter) -> Any:
         key = id(parameter)
@@ -221,25 +310,26 @@ class GradientsBlock:
 
         return received
 
-    def _check_sum(self, parts: Parts) -> None:
+    def _check_sum(self, intake: Intake) -> None:
         """Σ per sample + shared must be what arrived at the parameter: else something was not seen."""
-        finite = {key: torch.where(g.isfinite(), g, 0) for key, g in self._received.items()}
-        scale = max([float(g.abs().max()) for g in finite.values() if g.numel()], default=0.0)
+        finite = [torch.where(g.isfinite(), g, 0) for g in self._received.values() if g.numel()]
+        scale = max([float(g.abs().max()) for g in finite], default=0.0)
         for key, received in self._received.items():
-            found = torch.zeros_like(received)
-            if key in parts.per_sample:
-                found = found + parts.per_sample[key].sum(0)
-            if key in parts.shared:
-                found = found + parts.shared[key]
-            missing = torch.where(
-                received.isfinite(), (received - found).abs(), torch.where(found.isfinite(), torch.inf, 0.0)
-            )
-            worst = float(missing.abs().max()) if received.numel() else 0.0
-            if not worst <= parts.rounding * scale:
-                raise SamplesError(
-                    f"{self._found.by_id[key]}: part of its gradient comes from where no samples are known "
-                    f"({worst:.1e} of {scale:.1e}).\n  call what uses it as a module inside the block"
-                )
+            if not received.numel():
+                continue
+            found = intake.found(key)
+            found = torch.zeros_like(received) if found is None else found
+            bad = torch.where(found.isfinite(), torch.inf, 0.0)
+            missing = float(torch.where(received.isfinite(), (received - found).abs(), bad).max())
+            if not missing <= self._rounding * scale:
+                raise _unseen(self._found.by_id[key], f" ({missing:.1e} of {scale:.1e})")
+
+
+def _unseen(name: str, how_much: str) -> SamplesError:
+    return SamplesError(
+        f"{name}: part of its gradient comes from where no samples are known{how_much}.\n"
+        "  call what uses it as a module inside the block"
+    )
 
 
 def _refuse(model: nn.Module) -> None:
@@ -280,7 +370,7 @@ def mark_samples(tensor: Tensor) -> Tensor:
 
 def gradients(
     model: nn.Module,
-    *,
+    *reducers: Reducer,
     samples: sample_maps.Samples | Tensor | None = None,
     engine: Literal["auto", "graph"] = "auto",
     interacting: Literal["error", "exact"] = "error",
@@ -289,15 +379,19 @@ def gradients(
     params: str = "*",
     grad: bool = True,
     scaler: Any = None,
+    keep: bool = False,
+    strict: bool = False,
 ) -> GradientsBlock:
     """The gradient of every sample, for every parameter of any model, from the graph that `backward` walks.
 
     Args:
         model: Any module that is called inside the block.
+        reducers: `unsum.Norms()` and the like: they consume the gradients while backward runs, and nothing is kept.
         samples: Where the samples are: dimension 0 (None), `unsum.dim(k)`, `unsum.packed(cu_seqlens)`, or ids of shape
             (rows,) or (rows, positions), -1 for nobody's.
-        engine: "graph" calls the graph's own nodes again, needs no rule, and is exact on anything; "auto" is the same
-            today.
+        engine: "auto" factors gradients by rules where one is known and holds on this model, and remembers what it has
+            learnt of a layout; "graph" calls the graph's own nodes again for each sample, in every backward anew, and
+            needs no rule.
         interacting: "error" refuses models in which samples interact; "exact" gives the derivative of each sample's
             part of the loss all the same.
         verify: True runs the model some times more without gradients, with other samples' inputs, and refuses samples
@@ -306,6 +400,9 @@ def gradients(
         params: A glob that chooses parameters by name.
         grad: False leaves every `.grad` as it was.
         scaler: A GradScaler whose scale is to be taken out.
+        keep: True keeps the factors though there are reducers.
+        strict: True makes a rule that does not give what torch gives an error; else it is a warning, and the node is
+            called again for each sample instead.
 
     Examples:
         >>> model = nn.Linear(3, 1, bias=False)
@@ -316,6 +413,9 @@ def gradients(
         >>> g.norms()
         tensor([1., 1., 1.], dtype=torch.float64)
     """
+    for reducer in reducers:
+        if not isinstance(reducer, Reducer) or isinstance(reducer, type):
+            raise OptionError(f"{reducer!r} is no reducer: give one with begin, take and end, such as unsum.Norms()")
     if engine not in ("auto", "graph"):
         raise OptionError(f"engine={engine!r}: choose 'auto' or 'graph'")
     if interacting not in ("error", "exact"):
@@ -325,6 +425,7 @@ def gradients(
     return GradientsBlock(
         model,
         Options(
+            reducers=reducers, keep=keep or not reducers, rules=engine == "auto", strict=strict,
             samples=sample_maps.read(samples), exact=interacting == "exact", verify=verify,
             mean=loss_reduction == "mean", params=params, grad=grad, scaler=scaler,
         ),

@@ -21,6 +21,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -37,12 +38,24 @@ _open: list[Block] = []  # in all threads
 _undo: list[Callable[[], None]] = []
 
 
+@dataclass(frozen=True)
+class Backward:
+    """A call of torch's engine."""
+
+    roots: Sequence[Any]
+    grads: Sequence[Tensor | None]
+    inputs: Sequence[Any]  # to which alone gradients are brought; empty for all leaves
+    create_graph: bool
+    accumulates: bool  # adds to .grad, rather than returning gradients
+
+
 class Block(Protocol):
     """Something open that wants to know when a backward begins and ends."""
 
-    def before_backward(
-        self, roots: Sequence[Any], grads: Sequence[Tensor | None], *, create_graph: bool, accumulates: bool
-    ) -> None: ...
+    def before_backward(self, call: Backward) -> Sequence[Tensor] | None:
+        """May return the leaves to which alone torch is to bring gradients, if this is the only block."""
+        ...
+
     def after_backward(self, *, failed: bool) -> None: ...
 
 
@@ -188,14 +201,16 @@ def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any,
     if not blocks:
         return engine(roots, *args, **kwargs)
     outer = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
-    create_graph, accumulates = bool(args[2]), bool(kwargs.get("accumulate_grad", False))
+    call = Backward(roots, args[0], args[3], bool(args[2]), bool(kwargs.get("accumulate_grad", False)))
     begun: list[Block] = []
     failed = True
     _stash(blocks)
     try:
         for block in blocks:
             begun.append(block)
-            block.before_backward(roots, args[0], create_graph=create_graph, accumulates=accumulates)
+            only = block.before_backward(call)
+            if only is not None and len(blocks) == 1:
+                args = (*args[:3], tuple(only), *args[4:])
         result = engine(roots, *args, **kwargs)
         failed = False
         return result

@@ -18,9 +18,11 @@ from torch.autograd.function import BackwardCFunction
 
 from unsum.errors import SamplesError, UnsupportedError
 from unsum.graph.codes import Codes
-from unsum.graph.layout import Layout, same
+from unsum.graph.layout import Layout, Mapped, same
 from unsum.graph.nodes import Edge, Node, is_leaf
 from unsum.graph.replay import Grads, Heard, replay
+
+IRREGULAR = Mapped(torch.empty(0, dtype=torch.int32))  # in the place of one that is not held
 
 Owners = list[Layout | None]  # for each output of a node; None where no gradient arrives
 
@@ -60,14 +62,14 @@ def sweep(
         if streams is None or is_leaf(node):
             continue
         owners = _read(streams, codes)
-        if owners is not None and not is_data(node) and not any(_is_finite(grad) for grad in streams[0]):
-            owners = None  # nothing but NaN: what the weights get of a sample that has one
+        if owners is not None and not is_data(node) and (n == 1 or not any(_is_finite(grad) for grad in streams[0])):
+            owners = None  # one sample, or nothing but NaN: all would be its own, the weights too
         if owners is None:
             mixed(node, above.pop(node, None))
         else:
             _compare(node, owners, known or {})
             seen(node, owners, streams[0])
-        found.owners[node] = owners if owners is None or keep(node) else []
+        found.owners[node] = owners if owners is None or keep(node) else _light(owners)
         heard: list[list[Heard]] = [[] for _ in streams]
         for stream, grads in enumerate(streams):
             results = replay(node, grads, heard[stream])
@@ -105,6 +107,11 @@ def _read(streams: list[list[Tensor | None]], codes: Codes) -> Owners | None:
             return None
         owners.append(layout)
     return owners
+
+
+def _light(owners: Owners) -> Owners:
+    """Without what costs memory."""
+    return [IRREGULAR if isinstance(owner, Mapped) else owner for owner in owners]
 
 
 def _is_finite(grad: Tensor | None) -> bool:

@@ -48,6 +48,7 @@ class Saved:
 
     def __init__(self) -> None:
         self._open: list[_Box] = []
+        self.is_needed = False  # whether there was a checkpoint
 
     def over_checkpoint(self) -> AbstractContextManager[Any]:
         """Hooks of ours for what is computed within, if a checkpoint's own are on top."""
@@ -55,6 +56,7 @@ class Saved:
         if top is None or "_checkpoint_hook." not in getattr(top[1], "__qualname__", ""):
             return contextlib.nullcontext()
         pack, unpack = top
+        self.is_needed = True
         return torch.autograd.graph.saved_tensors_hooks(lambda t: _Box(pack(t), unpack), self._unpack)
 
     def _unpack(self, box: _Box) -> Tensor:

@@ -34,9 +34,15 @@ class Sides(TorchFunctionMode):
         self.mixing: list[tuple[str, int]] = []  # what mixes samples without a trace in the graph, and when
         self._kinds: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
         self._token = object()
-        for module in model.modules():
-            for tensor in _tensors(dict(vars(module))):
-                self._kinds[tensor] = "weight"
+        self._model: nn.Module | None = model
+
+    def _prepare(self) -> None:
+        """What hangs on modules is a weight. Looked up when the first call is seen: most blocks watch none."""
+        if self._model is not None:
+            for module in self._model.modules():
+                for tensor in _tensors(dict(vars(module))):
+                    self._kinds.setdefault(tensor, "weight")
+            self._model = None
 
     def is_data(self, node: Node) -> bool:
         """Whether what flows through this node depends on data."""
@@ -52,6 +58,7 @@ class Sides(TorchFunctionMode):
 
     def given(self, tensor: Tensor, *, has_samples: bool) -> None:
         """A tensor is handed to the model. Positions (`arange(T)`) are no data, even if T is the number of samples."""
+        self._prepare()
         if self._kinds.get(tensor) not in ("weight", "positions"):
             self._kinds[tensor] = ("data" if _is_real(tensor) else "ids") if has_samples else "made"
 
@@ -67,6 +74,7 @@ class Sides(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _PASSED_OVER:
             return func(*args, **kwargs)
+        self._prepare()
         inputs = list(_tensors((args, kwargs)))
         kinds = self._kinds_of(name, inputs)
         self._note_mixing(func, args, kwargs, kinds)

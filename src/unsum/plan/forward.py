@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ from unsum.graph.rows import Rows
 from unsum.graph.sides import Sides
 from unsum.inplace import Token, token
 from unsum.nested import leaves
+from unsum.plan.plan import Seen, has_plans, know_forward, known_forward
+from unsum.plan.signature import forward_key
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,11 @@ class Forward:
         self._spans: list[tuple[int, int, str]] = []  # which nodes each module call has made: from, to, name
         self._numbers = itertools.count()
         self._outer: tuple[Callable[..., Any], Any, Any] | None = None
+        self._key: Hashable = None
+        self._watching = False
+        self._seen: Seen | None = None
+        self._since: dict[Hashable, Seen] = {}  # the calls since the last backward
+        self._all_watched = True
         self._n: int | None = None
 
     def before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -59,17 +66,59 @@ class Forward:
             return
         self._outer = (module.forward, args, kwargs)
         given = [tensor for _, tensor in leaves((args, kwargs))]
+        self._key = (name, forward_key(self._model, given))
+        self._seen = known_forward(self._model, self._key)
+        self._watch(self._seen is None)
         k = self._samples.k if isinstance(self._samples, sample_maps.Dim) else 0
         self._n = next((t.shape[k] for t in given if t.dim() > k), None)
-        for tensor in given:
-            owners = self._samples.owners(tuple(tensor.shape), self._n)
-            self._sides.given(tensor, has_samples=owners is not None)
-        if given and not self._sides.is_given_data(given):
+        if not self._is_data(given):
             self._n = None  # positions, say: what comes of them belongs to nobody
-        for tensor in given:
-            owners = self._samples.owners(tuple(tensor.shape), self._n)
-            if owners is not None and self._sides.is_given_data([tensor]):
-                self.rows.remember(tensor, owners)
+
+    def _is_data(self, given: Sequence[Tensor]) -> bool:
+        if self._seen is not None:
+            return self._seen.is_data
+        owners = [self._samples.owners(tuple(tensor.shape), self._n) for tensor in given]
+        for tensor, layout in zip(given, owners, strict=True):
+            self._sides.given(tensor, has_samples=layout is not None)
+        for tensor, layout in zip(given, owners, strict=True):
+            if layout is not None and self._sides.is_given_data([tensor]):
+                self.rows.remember(tensor, layout)
+        return not given or self._sides.is_given_data(given)
+
+    def open(self) -> None:
+        """A block begins. What it computes is watched until a forward is known."""
+        self._watch(not has_plans(self._model))
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._watch(False)
+        self._known.clear()
+        self._spans.clear()
+        self._starts.clear()
+        self.rows.forget()
+
+    def learnt(self, *, lasting: bool) -> None:
+        """The graph of the forwards so far has a plan now, which may be used again or not."""
+        for key, seen in self._since.items():
+            know_forward(self._model, key, seen if lasting else None)
+        self.begin()
+
+    def begin(self) -> None:
+        """A backward has its plan: what follows are new calls."""
+        self._since.clear()
+        self._all_watched = True
+
+    @property
+    def watched(self) -> bool:
+        """Whether all forwards since the last backward were watched."""
+        return self._all_watched
+
+    def _watch(self, wanted: bool) -> None:
+        if wanted and not self._watching:
+            hooks.watch(self._sides)
+        elif self._watching and not wanted:
+            hooks.unwatch(self._sides)
+        self._watching = wanted
 
     def after(self, output: Any) -> None:
         """A module has returned (None if it raised)."""
@@ -84,12 +133,21 @@ class Forward:
         if (n := self._count()) is not None:
             self.sizes[n] = None
         self._try(output)
-        for _, tensor in leaves(output):
-            if tensor.grad_fn is None or self._sides.is_weight(tensor.grad_fn):
-                continue  # a weight that the model returns belongs to nobody
-            owners = self._samples.owners(tuple(tensor.shape), self._n)
+        tensors = [tensor for _, tensor in leaves(output)]
+        outputs = tuple(self._has_samples(k, tensor) for k, tensor in enumerate(tensors))
+        for tensor, has_samples in zip(tensors, outputs, strict=True):
+            owners = self._samples.owners(tuple(tensor.shape), self._n) if has_samples else None
             if owners is not None:
                 self.know(tensor, owners, call)
+        self._all_watched = self._all_watched and self._seen is None
+        self._since[self._key] = self._seen or Seen(self._n is not None, outputs)
+
+    def _has_samples(self, place: int, tensor: Tensor) -> bool:
+        if tensor.grad_fn is None:
+            return False
+        if self._seen is not None and place < len(self._seen.outputs):
+            return self._seen.outputs[place]
+        return not self._sides.is_weight(tensor.grad_fn)  # a weight that the model returns belongs to nobody
 
     def _count(self) -> int | None:
         ids = self._samples.ids
@@ -159,10 +217,3 @@ class Forward:
             if start <= number < end:
                 return name
         return ""
-
-    def forget(self) -> None:
-        """Let go of everything."""
-        self._known.clear()
-        self._spans.clear()
-        self._starts.clear()
-        self.rows.forget()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from unsum.errors import InteractionError, SamplesError
@@ -16,6 +17,10 @@ from unsum.graph.owners import Owners, Swept, all_are_seen, sweep
 from unsum.graph.replay import Grads, flow
 from unsum.graph.rows import Rows
 from unsum.graph.sides import Sides
+from unsum.plan.audit import Audit
+from unsum.plan.lasting import lasting_indices
+from unsum.plan.plan import Plan
+from unsum.plan.routes import routes
 
 
 @dataclass(frozen=True)
@@ -26,38 +31,38 @@ class Setting:
     rows: Rows
     wanted: Mapping[int, nn.Parameter]  # by id
     names: Mapping[int, str]
-    exact: bool  # samples may interact
     module_of: Callable[[int], str]  # by the number of a node
+    exact: bool  # samples may interact
+    rules: bool  # whether rules may speak, or all is replayed
+    strict: bool  # a rule that does not hold is an error
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Where parameters meet data in one graph."""
-
-    n: int
-    nodes: list[Node]
-    owned: dict[Node, Owners]  # nodes with owners that lead to a parameter or to the weight side
-    mixed: set[Node]  # nodes that belong to nobody, on the way to a parameter
-    nobodys: list[Node]  # what joins a parameter to the loss without any data
-    hidden: dict[Node, list[Owners]]  # nodes that run backwards of their own
-
-
-def learn(roots: Sequence[Any], grads: Grads, known: Mapping[Edge, Layout], setting: Setting, count: Count) -> Plan:
+def learn(
+    roots: Sequence[Any],
+    grads: Grads,
+    nodes: Sequence[Node],
+    known: Mapping[Edge, Layout],
+    setting: Setting,
+    count: Count,
+) -> Plan:
     """Find the cut, sweep, and say where to wait. Refuses by raising, before anything of the user's has run."""
     cut, known = _cut(roots, known, setting)
     n = count(cut.starts)
     if setting.sides.mixing and not setting.exact:
         operation, number = setting.sides.mixing[0]
         raise interaction(operation, setting.module_of(number))
+    everywhere = True
+    audit = Audit(n, setting.sides.is_data, strict=setting.strict) if setting.rules else None
     try:
-        swept = _sweep(cut, n, known, None, setting)
+        swept = _sweep(cut, n, known, None, setting, audit)
     except InteractionError:
         # Perhaps only where the loss does not look: a loss on the diagonal of n × n similarities, say.
         looked_at = {edge: grad != 0 for edge, grad in flow(roots, grads, cut.starts).items() if edge in cut.starts}
         if not all_are_seen(cut.starts, looked_at, n):
             raise
-        swept = _sweep(cut, n, known, looked_at, setting)
-    return _plan(cut, swept, n, setting)
+        everywhere = False
+        swept = _sweep(cut, n, known, looked_at, setting, audit)
+    return _plan(cut, swept, n, nodes, setting, audit, lasting=everywhere)
 
 
 Count = Callable[[Mapping[Edge, Layout]], int]
@@ -82,7 +87,12 @@ def _cut(roots: Sequence[Any], known: Mapping[Edge, Layout], setting: Setting) -
 
 
 def _sweep(
-    cut: Cut, n: int, known: Mapping[Edge, Layout], only: Mapping[Edge, Tensor] | None, setting: Setting
+    cut: Cut,
+    n: int,
+    known: Mapping[Edge, Layout],
+    only: Mapping[Edge, Tensor] | None,
+    setting: Setting,
+    audit: Audit | None,
 ) -> Swept:
     def mixed(node: Node, above: Node | None) -> None:
         if not setting.exact and setting.sides.is_data(node):
@@ -98,6 +108,8 @@ def _sweep(
     def seen(node: Node, owners: Owners, grads: Grads) -> None:
         if only is None and not setting.exact and any(is_leaf(child) for _, child, _ in below(node)):
             _compare_rows(node, owners, setting.rows)
+        if audit is not None:
+            audit(node, owners, grads)
 
     return sweep(
         cut.model, cut.starts, n,
@@ -117,8 +129,11 @@ def _compare_rows(node: Node, owners: Owners, rows: Rows) -> None:
         )
 
 
-def _plan(cut: Cut, swept: Swept, n: int, setting: Setting) -> Plan:
-    mixed = {node for node, owners in swept.owners.items() if owners is None}
+def _plan(
+    cut: Cut, swept: Swept, n: int, nodes: Sequence[Node], setting: Setting, audit: Audit | None, *, lasting: bool
+) -> Plan:
+    place = {node: k for k, node in enumerate(nodes)}
+    mixed: set[Node] = set()  # those that lead to a parameter
 
     def is_wanted(child: Node) -> bool:
         return id(child.variable) in setting.wanted if is_leaf(child) else child in mixed
@@ -126,19 +141,45 @@ def _plan(cut: Cut, swept: Swept, n: int, setting: Setting) -> Plan:
     def leads_to_one(node: Node) -> bool:
         return any(is_wanted(child) for _, child, _ in below(node))
 
-    owned = {node: owners for node, owners in swept.owners.items() if owners is not None and leads_to_one(node)}
+    for node in reversed(nodes):
+        if swept.owners.get(node, ()) is None and leads_to_one(node):
+            mixed.add(node)
+    owned = {place[node]: owners for node, owners in swept.owners.items() if owners is not None and leads_to_one(node)}
     beside = [node for node in cut.loss if (node not in cut.on_data or is_penalty(node)) and leads_to_one(node)]
-    return Plan(n, cut.model, owned, mixed, beside, swept.hidden)
+    indices = lasting_indices(swept, place, mixed) if lasting and not swept.hidden else None
+    rules = {} if audit is None else {(place[node], edge): rule for (node, edge), rule in audit.rules.items()}
+    return Plan(
+        n=n,
+        owned=owned,
+        mixed=frozenset(place[node] for node in mixed),
+        modules={place: setting.module_of(nodes[place]._sequence_nr()) for place in owned},
+        nobodys=tuple(place[node] for node in beside),
+        hidden={place[node]: owners for node, owners in swept.hidden.items()},
+        rules={key: rule for key, rule in rules.items() if key[0] in owned},
+        **routes(nodes, swept, mixed, beside, setting.names, audit),
+        rounding=max([1e-9, *(_rounding(node) for node in cut.model if not is_leaf(node))]),
+        lasting=indices is not None,
+        indices=indices or (),
+    )
 
 
-def inside(roots: Sequence[Any], owners: Owners, n: int, setting: Setting) -> Plan:
+def inside(roots: Sequence[Any], nodes: Sequence[Node], owners: Owners, n: int, setting: Setting) -> Plan:
     """A plan for a backward that a node runs by itself, from roots whose owners the sweep has told."""
     known = {}
     for root, layout in zip(roots, owners, strict=True):
         if layout is not None and root.grad_fn is not None:
             known[root.grad_fn, root.output_nr] = layout
     cut = find_cut(roots, known, setting.sides.is_data)
-    return _plan(cut, _sweep(cut, n, known, None, setting), n, setting)
+    audit = Audit(n, setting.sides.is_data, strict=setting.strict) if setting.rules else None
+    return _plan(cut, _sweep(cut, n, known, None, setting, audit), n, nodes, setting, audit, lasting=False)
+
+
+def _rounding(node: Node) -> float:
+    """How far sums may be off where this node computes, relative to the largest gradient."""
+    precise = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-3, torch.complex64: 1e-3}
+    return max(
+        (precise.get(meta.dtype, 5e-2) for meta in node._input_metadata if meta.dtype.is_floating_point), default=0
+    )
 
 
 def interaction(operation: str, module: str, below: str = "") -> InteractionError:

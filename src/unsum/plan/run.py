@@ -1,26 +1,33 @@
-"""One backward, sample by sample.
+"""One backward, sample by sample, inside the user's own: in hooks that run before the nodes do. The gradients are the
+ones that really flow, and what the nodes have saved is still there.
 
-Where a node with owners hands something on to a parameter, or to a node without owners, it is called again once for
-each sample with the rest of its gradient set to zero; what comes out is passed on, sample by sample, through the nodes
-without owners. All this happens inside the user's own backward, in hooks that run before the nodes do: the gradients
-are the ones that really flow, and what the nodes have saved is still there.
+At a meeting with a rule, δ and what the node has saved become factors, which are followed to the parameter. Without
+one, the node is called again once for each sample with the rest of its gradient set to zero, and what comes out is
+passed on, sample by sample, through the nodes without owners.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from unsum import hooks
-from unsum.errors import SamplesError
+from unsum.factors.dense import Dense
+from unsum.factors.total import Kind
 from unsum.graph.layout import NOBODY, UNSEEN, Mapped
 from unsum.graph.nodes import Node, below, is_leaf
 from unsum.graph.replay import Grads, replay
-from unsum.plan.learn import Plan, Setting
+from unsum.kernels.product import wide
+from unsum.plan.audit import shape_of
+from unsum.plan.learn import Setting
+from unsum.plan.plan import Plan
+from unsum.rules.follow import cast, follow
+from unsum.rules.registry import Call, Rule
 
 SHARED = -1  # the stream of what belongs to nobody
 
@@ -33,107 +40,175 @@ class Meeting:
 
     operation: str
     module: str
-    place: int  # which node it is, counted from the cut
+    place: int  # which node it is, in the order of the graph
+    how: str  # the rule's name, or "replay"
 
 
-@dataclass
-class Parts:
-    """The gradients that one backward brought to parameters, apart: by sample, and nobody's. Keyed by id."""
+class Listener(Protocol):
+    """What takes the parts of parameters' gradients as they come."""
 
-    n: int
-    per_sample: dict[int, Tensor] = field(default_factory=dict)
-    shared: dict[int, Tensor] = field(default_factory=dict)
-    meetings: dict[int, dict[Meeting, None]] = field(default_factory=dict)
-    unknown: dict[str, None] = field(default_factory=dict)  # what went wrong, to be said after the backward
-    rounding: float = 1e-9  # how far sums may be off
+    def meet(self, parameter: Tensor, meetings: Mapping[Meeting, None], kind: Kind) -> None:
+        """The samples' gradients of a parameter, from these meetings."""
+        ...
 
-    def arrive(self, origins: Mapping[Meeting, None], parameter: Tensor, sample: int, value: Tensor) -> None:
-        """A part of a parameter's gradient."""
-        key = id(parameter)
-        value = value.to(wide(parameter.dtype))
-        if sample == SHARED:
-            self.shared[key] = self.shared[key] + value if key in self.shared else value
-            return
-        self.meetings.setdefault(key, {}).update(origins)
-        if key not in self.per_sample:
-            self.per_sample[key] = value.new_zeros(self.n, *parameter.shape)
-        self.per_sample[key][sample] += value
+    def shared(self, parameter: Tensor, value: Tensor) -> None:
+        """Nobody's part of a parameter's gradient."""
+        ...
+
+    def unknown(self, operation: str) -> None:
+        """Positions of this operation got a gradient though nobody knows whose they are."""
+        ...
 
 
 class Run:
     """Waits at the nodes of a plan while one backward runs."""
 
-    def __init__(self, plan: Plan, setting: Setting, parts: Parts) -> None:
-        self.plan, self._parts = plan, parts
-        self._wanted, self._module_of, self._sides = setting.wanted, setting.module_of, setting.sides
-        parts.rounding = max([parts.rounding, *(_rounding(node) for node in plan.nodes if not is_leaf(node))])
-        self._places = {node: place for place, node in enumerate(plan.nodes) if node in plan.owned}
+    def __init__(self, plan: Plan, nodes: Sequence[Node], setting: Setting, to: Listener) -> None:
+        self.plan, self._to, self._setting = plan, to, setting
+        self._nodes = nodes
+        self._mixed = {nodes[place] for place in plan.mixed}
+        self.hidden = {nodes[place]: list(owners) for place, owners in plan.hidden.items()}
         self._streams: dict[Node, Streams] = {}
         self._origins: dict[Node, dict[Meeting, None]] = {}  # where the streams of a node without owners met data
+        self._formed: dict[int, tuple[Tensor, Tensor, dict[Meeting, None]]] = {}  # parameter, gradients, from where
         self._handles: list[hooks.Handle] = []
 
     def attach(self) -> None:
         """Wait at the nodes that matter."""
-        for node in self.plan.hidden:  # what it computes again inside is watched like a forward
-            self._handles.append(hooks.on_node(node, lambda grads: hooks.watch(self._sides)))
-            self._handles.append(hooks.after_node(node, lambda results, grads: hooks.unwatch(self._sides)))
-        for nodes, then in (
-            (self.plan.owned, self._owned), (self.plan.mixed, self._mixed), (self.plan.nobodys, self._nobodys)
+        for node in self.hidden:  # what it computes again inside is watched like a forward
+            self._handles.append(hooks.on_node(node, lambda grads: hooks.watch(self._setting.sides)))
+            self._handles.append(hooks.after_node(node, lambda results, grads: hooks.unwatch(self._setting.sides)))
+        for places, then in (
+            (self.plan.owned, self._owned), (self.plan.mixed, self._passed), (self.plan.nobodys, self._nobodys)
         ):  # fmt: skip
-            for node in nodes:
-                self._handles.append(hooks.on_node(node, partial(then, node)))
+            for place in places:
+                self._handles.append(hooks.on_node(self._nodes[place], partial(then, place)))
 
-    def detach(self) -> None:
-        """Let go of the graph."""
+    def detach(self, *, failed: bool) -> None:
+        """Hand over what was formed, and let go of the graph."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._streams.clear()
-        self._origins.clear()
+        if not failed:
+            for parameter, values, origins in self._formed.values():
+                self._to.meet(parameter, origins, Dense(values))
+        for kept in (self._streams, self._origins, self._formed):
+            kept.clear()
 
     def _is_wanted(self, child: Node) -> bool:
-        return id(child.variable) in self._wanted if is_leaf(child) else child in self.plan.mixed
+        return id(child.variable) in self._setting.wanted if is_leaf(child) else child in self._mixed
 
-    def _owned(self, node: Node, grads: Grads) -> None:
-        owners = self.plan.owned[node]
+    # ---- meetings -------------------------------------------------------------------------------------------------
+
+    def _owned(self, place: int, grads: Grads) -> None:
+        node, owners = self._nodes[place], self.plan.owned[place]
         for grad, layout in zip(grads, owners, strict=True):
             if grad is None or not grad.numel():
                 continue
             if layout is None or (isinstance(layout, Mapped) and _is_unseen(layout.owner(grad.device), grad)):
-                self._parts.unknown[node.name()] = None
-        for sample in (*range(self._parts.n), NOBODY):
+                self._to.unknown(node.name())
+        rest = []
+        for edge, child, output in below(node):
+            if self._is_wanted(child):
+                rule = self.plan.rules.get((place, edge))
+                if rule is None or not self._apply(rule, place, grads, child, output):
+                    rest.append(edge)
+        if rest:
+            self._replay(place, grads, rest)
+
+    def _apply(self, rule: Rule, place: int, grads: Grads, child: Node, output: int) -> bool:
+        """A rule's factors, followed to the parameter; False if it does not hold here."""
+        node, layout, delta = self._nodes[place], self.plan.owned[place][0], grads[0]
+        if layout is None or delta is None or any(grad is not None for grad in grads[1:]):
+            return False
+        shape = shape_of(child, output)
+        by = rule.applies(node, layout, self.plan.n, shape)
+        if by is None:
+            return False
+        call = Call(node, delta, by, shape)
+        kind = rule.make(call)
+        if kind is None:
+            return False
+        meeting = self._meeting(place, rule.name)
+        self._follow(kind, child, output, meeting)
+        if by.nobodys(delta) is not None:
+            for_nobody = rule.make(replace(call, only_nobodys=True))
+            assert for_nobody is not None
+            self._stream(SHARED, for_nobody.sum(), child, output, {meeting: None})
+        return True
+
+    def _follow(self, kind: Kind, child: Node, output: int, meeting: Meeting) -> None:
+        while not is_leaf(child):
+            nexts = below(child)
+            deeper, place = nexts[0][1:]
+            followed = follow(kind, child, output, shape_of(deeper, place)) if len(nexts) == 1 else None
+            if followed is None:  # formed, and passed on sample by sample
+                for sample, value in enumerate(kind.per_sample()):
+                    self._stream(sample, value, child, output, {meeting: None})
+                return
+            kind, child, output = followed, deeper, place
+        self._to.meet(child.variable, {meeting: None}, cast(kind, child.variable.dtype))
+
+    def _meeting(self, place: int, how: str) -> Meeting:
+        return Meeting(self._nodes[place].name(), self.plan.modules[place], place, how)
+
+    def _replay(self, place: int, grads: Grads, edges: Sequence[int]) -> None:
+        node, owners = self._nodes[place], self.plan.owned[place]
+        origins = {self._meeting(place, "replay"): None}
+        for sample in (*range(self.plan.n), NOBODY):
             part = [
                 None if g is None or layout is None else layout.only(g, sample)
                 for g, layout in zip(grads, owners, strict=True)
             ]
             if any(g is not None for g in part):
-                self._hand_on(node, sample if sample != NOBODY else SHARED, part)
+                self._hand_on(node, sample if sample != NOBODY else SHARED, part, origins, edges)
 
-    def _mixed(self, node: Node, grads: Grads) -> None:
+    # ---- what belongs to nobody -----------------------------------------------------------------------------------
+
+    def _passed(self, place: int, grads: Grads) -> None:
+        node = self._nodes[place]
         for sample, part in self._streams.pop(node, {}).items():
-            self._hand_on(node, sample, part)
+            self._hand_on(node, sample, part, self._origins.get(node, {}))
 
-    def _nobodys(self, node: Node, grads: Grads) -> None:
-        self._hand_on(node, SHARED, grads)
+    def _nobodys(self, place: int, grads: Grads) -> None:
+        self._hand_on(self._nodes[place], SHARED, grads, {})
 
-    def _hand_on(self, node: Node, sample: int, grads: Grads) -> None:
+    def _hand_on(
+        self,
+        node: Node,
+        sample: int,
+        grads: Grads,
+        origins: Mapping[Meeting, None],
+        edges: Sequence[int] | None = None,
+    ) -> None:
         results = replay(node, grads)
-        if node not in self._origins:
-            place = self._places.get(node, 0)
-            self._origins[node] = {Meeting(node.name(), self._module_of(node._sequence_nr()), place): None}
-        origins = self._origins[node]
-        for i, child, output in below(node):
-            value = results[i]
-            if value is None or not self._is_wanted(child):
-                continue
-            if is_leaf(child):
-                self._parts.arrive(origins, child.variable, sample, value)
-            else:
-                self._origins.setdefault(child, {}).update(origins)
-                streams = self._streams.setdefault(child, {})
-                outputs = streams.setdefault(sample, [None] * len(child._input_metadata))
-                known = outputs[output]
-                outputs[output] = value if known is None else known + value
+        for edge, child, output in below(node):
+            value = results[edge]
+            if value is not None and self._is_wanted(child) and (edges is None or edge in edges):
+                self._stream(sample, value, child, output, origins)
+
+    def _stream(self, sample: int, value: Tensor, child: Node, output: int, origins: Mapping[Meeting, None]) -> None:
+        """One sample's part of what flows to a parameter, or to a node on the way to one."""
+        if is_leaf(child):
+            self._form(child.variable, sample, value, origins)
+            return
+        value = value.to(child._input_metadata[output].dtype)
+        self._origins.setdefault(child, {}).update(origins)
+        streams = self._streams.setdefault(child, {})
+        outputs = streams.setdefault(sample, [None] * len(child._input_metadata))
+        known = outputs[output]
+        outputs[output] = value if known is None else known + value
+
+    def _form(self, parameter: Tensor, sample: int, value: Tensor, origins: Mapping[Meeting, None]) -> None:
+        value = value.to(wide(parameter.dtype))
+        if sample == SHARED:
+            self._to.shared(parameter, value)
+            return
+        if id(parameter) not in self._formed:
+            self._formed[id(parameter)] = (parameter, value.new_zeros(self.plan.n, *parameter.shape), {})
+        _, values, known = self._formed[id(parameter)]
+        known.update(origins)
+        values[sample] += value
 
 
 def _is_unseen(owner: Tensor, grad: Tensor) -> bool:
@@ -141,24 +216,3 @@ def _is_unseen(owner: Tensor, grad: Tensor) -> bool:
     size = grad.abs()
     finite = torch.where(size.isfinite(), size, 0)
     return bool(((owner == UNSEEN) & ~(size <= 1e-12 * finite.max())).any())
-
-
-def _rounding(node: Node) -> float:
-    """How far sums may be off where this node computes, relative to the largest gradient."""
-    precise = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-3, torch.complex64: 1e-3}
-    return max(
-        (precise.get(meta.dtype, 5e-2) for meta in node._input_metadata if meta.dtype.is_floating_point), default=0
-    )
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums are kept in: float32 at least."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def unclear(names: Mapping[str, None]) -> SamplesError:
-    """The error for positions that got a gradient though the sweep had not seen whose they are."""
-    return SamplesError(
-        f"the samples of some positions are unknown at {', '.join(names)}: they got a gradient though nothing led "
-        "there when the graph was learnt (or everything there is NaN).\n  unsum.mark_samples(losses) names them"
-    )

@@ -1,0 +1,40 @@
+"""The table of `g.coverage()`: which parameter met data where, how its gradients were obtained, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from unsum.factors.factors import Share
+from unsum.plan.run import Meeting
+
+HEADINGS = ("parameter", "share", "meets data at", "in module", "node", "how", "numbers per sample")
+
+
+def table(
+    names: Mapping[int, str],
+    parameters: Mapping[int, nn.Parameter],
+    meetings: Mapping[int, Mapping[Meeting, None]],
+    kept: Mapping[int, Share],
+) -> str:
+    """One line for each parameter and meeting, and a last one with the share of elements that rules cover."""
+    total = sum(p.numel() for p in parameters.values()) or 1
+    rows: list[tuple[str, ...]] = [HEADINGS]
+    ruled = 0
+    for key, name in names.items():
+        size = parameters[key].numel()
+        met = list(meetings.get(key, ()))
+        ruled += size if met and all(meeting.how != "replay" for meeting in met) else 0
+        numbers = sum(kind.numel() for kind in kept[key].kinds) if key in kept else None
+        cost = f"{size:,}" if numbers is None or not met else f"{numbers:,} of {size:,}"
+        if not met:
+            rows.append((name, f"{size / total:.1%}", "nothing", "", "", "-", ""))
+        for k, meeting in enumerate(met):
+            lead = (name, f"{size / total:.1%}") if k == 0 else ("", "")
+            rows.append(
+                (*lead, meeting.operation, meeting.module, f"#{meeting.place}", meeting.how, cost if k == 0 else "")
+            )
+    width = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, width, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, f"by rule: {ruled / total:.1%} of {total:,} elements; the rest by replay"])

@@ -1,0 +1,71 @@
+"""Gradients as they are: formed, because no structure is known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unsum.kernels.product import squares
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """G_n, formed."""
+
+    values: Tensor  # (n, *shape)
+
+    @property
+    def n(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape[1:])
+
+    def numel(self) -> int:
+        """How many numbers are held for one sample."""
+        return self.values[:1].numel()
+
+    def per_sample(self) -> Tensor:
+        """(n, *shape)."""
+        return self.values
+
+    def tokens(self) -> None:
+        """There are no positions."""
+
+    def token_sq_norms(self) -> None:
+        """There are no positions."""
+
+    def sum(self) -> Tensor:
+        """The sum over samples."""
+        return self.values.sum(0)
+
+    def weighted_sum(self, w: Tensor) -> Tensor:
+        """Σ w_n G_n."""
+        return torch.tensordot(w.to(self.values), self.values, 1)
+
+    def sq_norms(self) -> Tensor:
+        """(n,)."""
+        return squares(self.values)
+
+    def norms_and_sum(self) -> tuple[Tensor, Tensor]:
+        """Both."""
+        return self.sq_norms(), self.sum()
+
+    def times(self, factor: Tensor | float) -> Dense:
+        """Every gradient multiplied by the same number."""
+        return Dense(self.values * factor)
+
+    def plus(self, other: Dense) -> Dense:
+        """The sum with another one."""
+        return Dense(self.values + other.values)
+
+    def dot(self, other: Dense) -> Tensor:
+        """(n, m)."""
+        return self.values.flatten(1) @ other.values.flatten(1).conj().T
+
+    def project(self, left: Tensor, right: Tensor) -> Tensor:
+        """(n, k, k): L G R for a parameter seen as a matrix (rows, rest)."""
+        return left.to(self.values) @ self.values.flatten(2) @ right.to(self.values)

@@ -1,0 +1,220 @@
+"""`Factors`: the gradients of one parameter by sample, and everything that can be read of them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+
+import torch
+from torch import Tensor
+
+from unsum.errors import SamplesError
+from unsum.factors import total
+from unsum.factors.dense import Dense
+from unsum.factors.outer import Outer
+from unsum.factors.total import Kind
+from unsum.factors.windows import Windows
+from unsum.kernels.product import wide
+
+
+@dataclass
+class Share:
+    """What samples that came together have of a parameter's gradient: a sum of factors, all multiplied by `scale`."""
+
+    n: int
+    kinds: list[Kind] = field(default_factory=list)
+    scale: Tensor | float | None = None
+
+    def times(self, value: Tensor, power: int = 1) -> Tensor:
+        """A result with the scale put in."""
+        return value if self.scale is None else value * self.scale**power
+
+
+class Factors:
+    """The gradients of one parameter, by sample. Nothing is multiplied out unless a read needs it."""
+
+    def __init__(self, name: str, parameter: Tensor, shares: Sequence[Share], shared: Tensor | None = None) -> None:
+        self.name = name
+        self.shape = tuple(parameter.shape)
+        self._zero = torch.zeros((), dtype=wide(parameter.dtype), device=parameter.device)
+        self._shares, self._shared = shares, shared
+
+    @property
+    def n(self) -> int:
+        """How many samples."""
+        return sum(share.n for share in self._shares)
+
+    def per_sample(self) -> Tensor:
+        """(n, *shape): one gradient for each sample."""
+        parts = [s.times(total.dense(s.kinds)) if s.kinds else self._zeros(s.n, *self.shape) for s in self._shares]
+        return torch.cat([part.to(self._zero.dtype) for part in parts]) if parts else self._zeros(0, *self.shape)
+
+    def shared(self) -> Tensor:
+        """What belongs to no sample (a penalty on the weights): zeros, most often."""
+        return self._zeros(*self.shape) if self._shared is None else self._shared
+
+    def sum(self) -> Tensor:
+        """The sum over samples; with `shared()`, what the backward brought to the parameter."""
+        summed = self._zeros(*self.shape)
+        for share in self._shares:
+            for kind in share.kinds:
+                summed = summed + share.times(kind.sum())
+        return summed
+
+    def weighted_sum(self, w: Tensor) -> Tensor:
+        """Σ w_n G_n."""
+        if tuple(w.shape) != (self.n,):
+            raise SamplesError(f"got {tuple(w.shape)} weights for {self.n} samples")
+        summed, first = self._zeros(*self.shape), 0
+        for share in self._shares:
+            for kind in share.kinds:
+                summed = summed + share.times(kind.weighted_sum(w[first : first + share.n].to(self._zero.device)))
+            first += share.n
+        return summed
+
+    def sq_norms(self) -> Tensor:
+        """(n,): the squared norm of each sample's gradient."""
+        parts = [s.times(total.sq_norms(s.kinds), 2) if s.kinds else self._zeros(s.n) for s in self._shares]
+        return torch.cat(parts) if parts else self._zeros(0)
+
+    def norms_and_sum(self) -> tuple[Tensor, Tensor]:
+        """(n,) and the sum over samples, from one product where that is cheaper."""
+        if len(self._shares) == 1 and len(kinds := total.total(self._shares[0].kinds)) == 1:
+            sq, summed = kinds[0].norms_and_sum()
+            return self._shares[0].times(sq, 2), self._shares[0].times(summed)
+        return self.sq_norms(), self.sum()
+
+    def dot(self, other: Factors) -> Tensor:
+        """(n, m): inner products with every one in `other`. Gradients are formed only where that is less work."""
+        if other.shape != self.shape:
+            raise SamplesError(f"{self.name} has shape {self.shape}, {other.name} has {other.shape}")
+        rows = []
+        for mine in self._shares:
+            row = [
+                mine.times(theirs.times(total.dot(mine.kinds, theirs.kinds)))
+                if mine.kinds and theirs.kinds
+                else self._zeros(mine.n, theirs.n)
+                for theirs in other._shares
+            ]
+            rows.append(torch.cat(row, 1))
+        return torch.cat(rows)
+
+    def project(self, k: int, seed: int = 0) -> Tensor:
+        """(n, k·k): random numbers of which inner products are, on average, those of the gradients; a parameter of at
+        most k² elements is kept as it is. The same for the same name and seed."""
+        if prod(self.shape) <= k * k:
+            return self.per_sample().flatten(1)
+        if len(self.shape) < 2:
+            left, _ = projection(self.name, seed, k * k, prod(self.shape), 1)
+            return self.per_sample().flatten(1) @ left.to(self._zero).T
+        left, right = projection(self.name, seed, k, self.shape[0], prod(self.shape[1:]))
+        left, right = left.to(self._zero.device), right.to(self._zero.device)
+        parts = []
+        for share in self._shares:
+            each = [kind.project(left, right).to(self._zero.dtype) for kind in share.kinds]
+            parts.append(share.times(sum(each[1:], each[0])) if each else self._zeros(share.n, k, k))
+        return torch.cat(parts).flatten(1)
+
+    def per_token(self) -> Tensor:
+        """(n, t, *shape): the part of each position; padded with zeros where samples have unequal numbers."""
+        found = []
+        for share, kind in self._alone():
+            tokens = kind.tokens()
+            if tokens is None:
+                raise SamplesError(f"{self.name} has no positions: its gradients were formed as a whole")
+            found.append(share.times(tokens))
+        return torch.cat(_padded(found))
+
+    def token_sq_norms(self) -> Tensor:
+        """(n, t): the squared norm of each position's part."""
+        found = []
+        for share, kind in self._alone():
+            norms = kind.token_sq_norms()
+            if norms is None:
+                raise SamplesError(f"{self.name} has no positions: its gradients were formed as a whole")
+            found.append(share.times(norms, 2))
+        return torch.cat(_padded(found))
+
+    @property
+    def a(self) -> Tensor:
+        """(n, t, i): what the parameter met; (n, i) where every sample has one position."""
+        found = [outer.a for _, outer in self._outers()]
+        return _short(torch.cat(_padded(found)))
+
+    @property
+    def delta(self) -> Tensor:
+        """(n, t, o): the gradient of what came of it; (n, o) where every sample has one position."""
+        found = [share.times(outer.delta) for share, outer in self._outers()]
+        return _short(torch.cat(_padded(found)))
+
+    @property
+    def lengths(self) -> Tensor:
+        """(n,): how many positions each sample has."""
+        found = []
+        for share, kind in self._alone():
+            lengths, tokens = getattr(kind, "lengths", None), kind.token_sq_norms()
+            if tokens is None:
+                raise SamplesError(f"{self.name} has no positions: its gradients were formed as a whole")
+            found.append(torch.full((share.n,), tokens.shape[1]) if lengths is None else lengths.cpu())
+        return torch.cat(found)
+
+    def outer(self) -> list[tuple[Share, Outer]]:
+        """The outer products, for those who want both factors; raises where the gradients are none."""
+        return self._outers()
+
+    def numel(self) -> int:
+        """How many numbers are held for all samples."""
+        return sum(kind.numel() * share.n for share in self._shares for kind in share.kinds)
+
+    def _alone(self) -> list[tuple[Share, Kind]]:
+        """The one kind of each share."""
+        found: list[tuple[Share, Kind]] = []
+        for share in self._shares:
+            kinds = share.kinds
+            if len(kinds) != 1:
+                raise SamplesError(
+                    f"{self.name} met data {len(kinds)} times in one backward: it has no one row of positions"
+                )
+            found.append((share, kinds[0]))
+        return found
+
+    def _outers(self) -> list[tuple[Share, Outer]]:
+        found = []
+        for share, kind in self._alone():
+            outer = kind.outer() if isinstance(kind, Windows) else kind
+            if not isinstance(outer, Outer):
+                raise SamplesError(f"{self.name}: its gradients are no outer products ({type(kind).__name__.lower()})")
+            found.append((share, outer))
+        return found
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return self._zero.new_zeros(shape)
+
+
+def formed(name: str, parameter: Tensor, values: Tensor) -> Factors:
+    """Factors of gradients that are there already."""
+    return Factors(name, parameter, [Share(len(values), [Dense(values)])])
+
+
+@lru_cache(maxsize=512)
+def projection(name: str, seed: int, k: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Two random matrices (k, rows) and (columns, k), scaled so that E⟨LGR, LHR⟩ = ⟨G, H⟩."""
+    generator = torch.Generator().manual_seed((zlib.crc32(name.encode()) << 16) + seed)
+    left = torch.randn(k, rows, generator=generator) / k**0.5
+    return left, torch.randn(columns, k, generator=generator) / k**0.5
+
+
+def _padded(tensors: list[Tensor]) -> list[Tensor]:
+    """Made equally long along dimension 1."""
+    longest = max((t.shape[1] for t in tensors), default=0)
+    return [
+        t if t.shape[1] == longest else torch.cat([t, t.new_zeros(len(t), longest - t.shape[1], *t.shape[2:])], 1)
+        for t in tensors
+    ]
+
+
+def _short(tensor: Tensor) -> Tensor:
+    return tensor[:, 0] if tensor.shape[1] == 1 else tensor

@@ -1,0 +1,108 @@
+"""A table whose rows are looked up: each position brings a gradient to one row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from unsum.factors.outer import Outer
+from unsum.kernels.product import wide
+
+
+@dataclass(frozen=True, eq=False)
+class Lookup:
+    """G_n has δ_nt added to row ids_nt. Rows of `padding` get nothing (their δ is zero here)."""
+
+    ids: Tensor  # (n, t)
+    delta: Tensor  # (n, t, d)
+    shape: tuple[int, ...]  # (rows, d)
+    lengths: Tensor | None = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def n(self) -> int:
+        return self.ids.shape[0]
+
+    def numel(self) -> int:
+        """How many numbers are held for one sample."""
+        return self.ids[:1].numel() + self.delta[:1].numel()
+
+    def _wide(self) -> torch.dtype:
+        return wide(self.dtype or self.delta.dtype)
+
+    def per_sample(self) -> Tensor:
+        """(n, rows, d)."""
+        n, rows = self.n, self.shape[0]
+        flat = torch.zeros(n * rows, self.shape[1], dtype=self._wide(), device=self.delta.device)
+        place = self.ids + rows * torch.arange(n, device=self.ids.device)[:, None]
+        return flat.index_add_(0, place.flatten(), self.delta.flatten(0, 1).to(flat.dtype)).view(n, *self.shape)
+
+    def tokens(self) -> Tensor:
+        """(n, t, rows, d): the part of each position."""
+        n, t = self.ids.shape
+        each = Lookup(self.ids.view(-1, 1), self.delta.flatten(0, 1)[:, None], self.shape, dtype=self.dtype)
+        return each.per_sample().view(n, t, *self.shape)
+
+    def sum(self) -> Tensor:
+        """The sum over samples."""
+        return self._added(self.delta)
+
+    def weighted_sum(self, w: Tensor) -> Tensor:
+        """Σ w_n G_n."""
+        return self._added(self.delta * w.to(self.delta)[:, None, None])
+
+    def _added(self, delta: Tensor) -> Tensor:
+        total = torch.zeros(self.shape, dtype=self._wide(), device=delta.device)
+        return total.index_add_(0, self.ids.flatten(), delta.flatten(0, 1).to(total.dtype))
+
+    def sq_norms(self) -> Tensor:
+        """(n,): positions of one row are added first: sorted by row, so that no (n, rows, d) is formed."""
+        order = self.ids.argsort(1)
+        ids = self.ids.gather(1, order)
+        delta = self.delta.gather(1, order[..., None].expand_as(self.delta)).to(self._wide())
+        new = torch.ones_like(ids, dtype=torch.bool)
+        new[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        place = new.flatten().cumsum(0).view_as(ids) - 1  # which of all (sample, row) pairs
+        sums = torch.zeros_like(delta.flatten(0, 1)).index_add_(0, place.flatten(), delta.flatten(0, 1))
+        squares = torch.linalg.vecdot(sums, sums)[place] * new
+        return squares.sum(1)
+
+    def norms_and_sum(self) -> tuple[Tensor, Tensor]:
+        """Both; nothing is saved here."""
+        return self.sq_norms(), self.sum()
+
+    def token_sq_norms(self) -> Tensor:
+        """(n, t): |δ|² of each position."""
+        return torch.linalg.vector_norm(self.delta, dim=-1, dtype=self._wide()).square()
+
+    def dot(self, other: Lookup) -> Tensor:
+        """(n, m): through the pairs of positions that share a row."""
+        found = torch.zeros(self.n, other.n, dtype=self._wide(), device=self.delta.device)
+        mine, theirs = self.delta.to(self._wide()), other.delta.to(self._wide())
+        for k in range(self.n):
+            pairs = torch.einsum("td,msd->mts", mine[k], theirs)
+            found[k] = (pairs * (self.ids[k, :, None] == other.ids[:, None, :])).sum((1, 2))
+        return found
+
+    def cross(self, other: Outer) -> Tensor:
+        """(n,): ⟨G, G'⟩ with a matrix of the same parameter (a tied head): its δ at this sample's own rows."""
+        delta, a = (other.a, other.delta) if other.turned else (other.delta, other.a)
+        t = delta.shape[1]
+        chosen = delta.gather(2, self.ids[:, None, :].expand(-1, t, -1))  # (n, t, s)
+        return (chosen.to(self._wide()) * torch.bmm(a, self.delta.to(a.dtype).mT).to(self._wide())).sum((1, 2))
+
+    def times(self, factor: Tensor | float) -> Lookup:
+        """Every gradient multiplied by the same number."""
+        return replace(self, delta=self.delta * factor)
+
+    def plus(self, other: Lookup) -> Lookup:
+        """The sum with another one: more positions."""
+        ids, delta = torch.cat([self.ids, other.ids], 1), torch.cat([self.delta, other.delta], 1)
+        return replace(self, ids=ids, delta=delta, lengths=None)
+
+    def project(self, left: Tensor, right: Tensor) -> Tensor:
+        """(n, k, k): L G R, from the columns of L at the rows that were looked up."""
+        rows = left.to(self.delta).T[self.ids]  # (n, t, k)
+        return torch.bmm(rows.mT, self.delta @ right.to(self.delta)).to(self._wide())

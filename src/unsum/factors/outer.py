@@ -1,0 +1,128 @@
+"""A matrix that meets its input once per position: an outer product each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from unsum.kernels import product
+from unsum.kernels.product import Way, wide
+
+
+@dataclass(frozen=True, eq=False)
+class Outer:
+    """G_n = Σ_t δ_nt ⊗ a_nt, never formed unless asked. Of several matrices side by side (the groups of a convolution,
+    experts), each with its own `a` and δ, the groups are folded into the samples: sample n's g-th is n·groups + g."""
+
+    a: Tensor  # (n·groups, t, i)
+    delta: Tensor  # (n·groups, t, o)
+    shape: tuple[int, ...]  # of the parameter
+    turned: bool = False  # the parameter is (i, o) rather than (o, i)
+    groups: int = 1
+    lengths: Tensor | None = None  # how many positions each sample has, if not all the same
+    dtype: torch.dtype | None = None  # of the parameter
+
+    @property
+    def n(self) -> int:
+        return self.a.shape[0] // self.groups
+
+    def numel(self) -> int:
+        """How many numbers are held for one sample."""
+        return (self.a[:1].numel() + self.delta[:1].numel()) * self.groups
+
+    def _placed(self, matrix: Tensor, *lead: int) -> Tensor:
+        """(…·groups, o, i) in the parameter's own shape."""
+        matrix = matrix.mT if self.turned else matrix
+        return matrix.reshape(*lead, *self.shape).to(wide(self.dtype or matrix.dtype))
+
+    def _by_sample(self, values: Tensor) -> Tensor:
+        """(n·groups,) summed over the groups."""
+        return values if self.groups == 1 else values.view(self.n, self.groups).sum(1)
+
+    def per_sample(self) -> Tensor:
+        """(n, *shape): 2·n·t·o·i operations."""
+        return self._placed(torch.bmm(self.delta.mT, self.a), self.n)
+
+    def tokens(self) -> Tensor:
+        """(n, t, *shape): the part of each position."""
+        each = self.delta[..., :, None] * self.a[..., None, :]  # (n·g, t, o, i)
+        t = each.shape[1]
+        each = each.unflatten(0, (self.n, self.groups)).movedim(2, 1)
+        return self._placed(each, self.n, t)
+
+    def sum(self) -> Tensor:
+        """The sum over samples: one product, as torch does it."""
+        return self._placed(self._product(self.delta))
+
+    def weighted_sum(self, w: Tensor) -> Tensor:
+        """Σ w_n G_n: one product."""
+        factor = w.to(self.delta).repeat_interleave(self.groups)
+        return self._placed(self._product(self.delta * factor[:, None, None]))
+
+    def _product(self, delta: Tensor) -> Tensor:
+        if self.groups == 1:
+            return delta.flatten(0, 1).T @ self.a.flatten(0, 1)
+        apart = lambda x: x.unflatten(0, (self.n, self.groups)).transpose(0, 1).flatten(1, 2)
+        return torch.bmm(apart(delta).mT, apart(self.a))
+
+    def way(self, *, want_sum: bool) -> Way:
+        """The cheapest way to the norms."""
+        return product.choose(self.a, self.delta, want_sum=want_sum)
+
+    def sq_norms(self) -> Tensor:
+        """(n,): by the cheapest way for the shape."""
+        return self._by_sample(product.sq_norms(self.a, self.delta))
+
+    def norms_and_sum(self) -> tuple[Tensor, Tensor]:
+        """Norms, and the sum from the same product where that is the cheapest way."""
+        way = self.way(want_sum=True)
+        if way != "product" or self.groups > 1:
+            return self._by_sample(product.sq_norms(self.a, self.delta, way)), self.sum()
+        sq, total = product.norms_and_sum(self.a, self.delta, want_sum=True)
+        assert total is not None
+        return sq, self._placed(total)
+
+    def token_sq_norms(self) -> Tensor:
+        """(n, t): |δ|²·|a|² of each position."""
+        square = lambda x: torch.linalg.vector_norm(x, dim=-1, dtype=wide(x.dtype)).square()
+        each = square(self.a) * square(self.delta)
+        return each.unflatten(0, (self.n, self.groups)).sum(1)
+
+    def dot(self, other: Outer) -> Tensor:
+        """(n, m): never forms a gradient where that is more work than n·m·t·s·(o + i)."""
+        if self.groups == 1:
+            return product.dots(self.a, self.delta, other.a, other.delta)
+        return self.per_sample().flatten(1) @ other.per_sample().flatten(1).T
+
+    def times(self, factor: Tensor | float) -> Outer:
+        """Every gradient multiplied by the same number."""
+        return replace(self, delta=self.delta * factor)
+
+    def plus(self, other: Outer) -> Outer | None:
+        """The sum with another one of the same matrix: more positions; None if it cannot be."""
+        same = ("turned", "shape", "groups")
+        if any(getattr(self, name) != getattr(other, name) for name in same) or self.n != other.n:
+            return None
+        if self.a.shape[-1] != other.a.shape[-1] or self.delta.shape[-1] != other.delta.shape[-1]:
+            return None
+        if (self.a.dtype, self.delta.dtype) != (other.a.dtype, other.delta.dtype):
+            return None
+        a, delta = torch.cat([self.a, other.a], 1), torch.cat([self.delta, other.delta], 1)
+        return replace(self, a=a, delta=delta, lengths=None)
+
+    def project(self, left: Tensor, right: Tensor) -> Tensor:
+        """(n, k, k): L G R for a parameter seen as a matrix (rows, rest); no gradient is formed."""
+        if self.groups > 1:
+            return _two_sided(self.per_sample(), left, right)
+        rows, columns = (self.a, self.delta) if self.turned else (self.delta, self.a)
+        if len(self.shape) != 2 and self.turned:
+            return _two_sided(self.per_sample(), left, right)
+        if rows.shape[-1] != self.shape[0]:
+            return _two_sided(self.per_sample(), left, right)
+        return torch.bmm((rows @ left.to(rows).T).mT, columns @ right.to(columns)).to(wide(self.a.dtype))
+
+
+def _two_sided(values: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    return left.to(values) @ values.flatten(2) @ right.to(values)

@@ -1,0 +1,100 @@
+"""A scale or a shift: each position brings δ·x, or δ, to the parameter, number by number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from unsum.factors.dense import Dense
+from unsum.kernels.product import wide
+
+
+@dataclass(frozen=True, eq=False)
+class Scale:
+    """G_n = Σ_t δ_nt·x_nt, summed over what was broadcast; `x` is computed when it is needed, None for a shift."""
+
+    delta: Tensor  # (n, t, *features)
+    x: Callable[[], Tensor] | None  # (n, t, *features)
+    shape: tuple[int, ...]
+    over: tuple[int, ...] | None = None  # the parameter's shape beside the features, 1 where it was broadcast
+    lengths: Tensor | None = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def n(self) -> int:
+        return self.delta.shape[0]
+
+    def numel(self) -> int:
+        """How many numbers are held for one sample."""
+        return self.delta[:1].numel() * (1 if self.x is None else 2)
+
+    @cached_property
+    def _values(self) -> Tensor:
+        wanted = wide(self.dtype or self.delta.dtype)
+        if self.x is None:
+            summed = self.delta.sum(1, dtype=wanted)
+        elif self.delta.shape[1] == 1:
+            summed = (self.delta * self.x()).sum(1, dtype=wanted)
+        else:
+            summed = torch.einsum("nt...,nt...->n...", self.delta, self.x()).to(wanted)
+        return summed.sum_to_size(self._broadcast()).reshape(self.n, *self.shape)
+
+    def _broadcast(self) -> tuple[int, ...]:
+        over = self.shape if self.over is None else self.over
+        features = self.delta.dim() - 2
+        return (self.n, *(1 for _ in range(features - len(over))), *over[max(len(over) - features, 0) :])
+
+    def formed(self) -> Dense:
+        """The gradients, which are small."""
+        return Dense(self._values)
+
+    def per_sample(self) -> Tensor:
+        """(n, *shape)."""
+        return self._values
+
+    def tokens(self) -> Tensor:
+        """(n, t, *shape): the part of each position."""
+        each = self.delta if self.x is None else self.delta * self.x()
+        n, t = each.shape[:2]
+        _, *rest = self._broadcast()
+        return each.flatten(0, 1).sum_to_size((n * t, *rest)).reshape(n, t, *self.shape).to(self._values.dtype)
+
+    def token_sq_norms(self) -> Tensor:
+        """(n, t)."""
+        return torch.linalg.vector_norm(self.tokens().flatten(2), dim=2).square()
+
+    def sum(self) -> Tensor:
+        """The sum over samples."""
+        return self.formed().sum()
+
+    def weighted_sum(self, w: Tensor) -> Tensor:
+        """Σ w_n G_n."""
+        return self.formed().weighted_sum(w)
+
+    def sq_norms(self) -> Tensor:
+        """(n,)."""
+        return self.formed().sq_norms()
+
+    def norms_and_sum(self) -> tuple[Tensor, Tensor]:
+        """Both."""
+        return self.formed().norms_and_sum()
+
+    def times(self, factor: Tensor | float) -> Scale:
+        """Every gradient multiplied by the same number."""
+        return replace(self, delta=self.delta * factor)
+
+    def plus(self, other: Scale) -> Dense:
+        """The sum with another one."""
+        return self.formed().plus(other.formed())
+
+    def dot(self, other: Scale) -> Tensor:
+        """(n, m)."""
+        return self.formed().dot(other.formed())
+
+    def project(self, left: Tensor, right: Tensor) -> Tensor:
+        """(n, k, k): L G R for a parameter seen as a matrix (rows, rest)."""
+        return self.formed().project(left, right)

@@ -1,0 +1,70 @@
+"""A parameter that is met more than once: a sum of factors, with exact cross terms; never a sum of norms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+from torch import Tensor
+
+from unsum.factors.dense import Dense
+from unsum.factors.lookup import Lookup
+from unsum.factors.outer import Outer
+from unsum.factors.scale import Scale
+from unsum.factors.windows import Windows
+
+Kind = Outer | Windows | Lookup | Scale | Dense
+
+
+def total(parts: Sequence[Kind]) -> list[Kind]:
+    """The same sum with as few parts as can be: those of one kind become one, with more positions."""
+    merged: list[Kind] = []
+    for part in parts:
+        for place, known in enumerate(merged):
+            joined: Any = known.plus(part) if type(known) is type(part) else None  # type: ignore[arg-type]
+            if joined is not None:
+                merged[place] = joined
+                break
+        else:
+            merged.append(part)
+    return merged
+
+
+def dense(parts: Sequence[Kind]) -> Tensor:
+    """(n, *shape)."""
+    first, *others = [part.per_sample() for part in parts]
+    for other in others:
+        first = first + other
+    return first
+
+
+def sq_norms(parts: Sequence[Kind]) -> Tensor:
+    """(n,): of the sum."""
+    parts = total(parts)
+    if len(parts) == 1:
+        return parts[0].sq_norms()
+    crossed = [cross(one, other) for one, other in combinations(parts, 2)]
+    if any(term is None for term in crossed):
+        return Dense(dense(parts)).sq_norms()
+    terms = [part.sq_norms() for part in parts] + [2 * term for term in crossed if term is not None]
+    return sum(terms[1:], terms[0]).clamp_min(0)
+
+
+def cross(one: Kind, other: Kind) -> Tensor | None:
+    """(n,): ⟨G_n, G'_n⟩ of two kinds, where it takes no gradient formed."""
+    if isinstance(one, Outer) and isinstance(other, Lookup):
+        one, other = other, one
+    if isinstance(one, Lookup) and isinstance(other, Outer) and len(other.shape) == 2 and other.groups == 1:
+        return one.cross(other)
+    return None
+
+
+def dot(one: Sequence[Kind], other: Sequence[Kind]) -> Tensor:
+    """(n, m): inner products of two sums."""
+    one, other = total(one), total(other)
+    if len(one) == len(other) == 1 and type(one[0]) is type(other[0]):
+        mine: Any = one[0]
+        if not isinstance(mine, Outer) or mine.turned == other[0].turned:  # type: ignore[union-attr]
+            return mine.dot(other[0])  # type: ignore[no-any-return]
+    return Dense(dense(one)).dot(Dense(dense(other)))

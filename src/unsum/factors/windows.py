@@ -1,0 +1,113 @@
+"""A convolution: its weight meets a window of the input at every place of the output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from unsum.factors.outer import Outer
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How windows lie in the input."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """G_n = Σ over places of δ ⊗ window. The windows are unfolded only when they are read."""
+
+    x: Tensor  # (n, t, channels, *space): t images per sample, nearly always one
+    delta: Tensor  # (n, t, channels, *places)
+    geometry: Geometry
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+    @property
+    def n(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def lengths(self) -> None:
+        return None
+
+    def numel(self) -> int:
+        """How many numbers are held for one sample."""
+        return self.x[:1].numel() + self.delta[:1].numel()
+
+    def outer(self) -> Outer:
+        """The same as outer products, windows unfolded."""
+        (n, t), g = self.x.shape[:2], self.geometry.groups
+        windows = unfold(self.x.flatten(0, 1), self.geometry, tuple(self.delta.shape[3:]))  # (n·t, C·k, places)
+        a = windows.view(n, t, g, -1, windows.shape[-1])
+        delta = self.delta.reshape(n, t, g, -1, windows.shape[-1])
+        a, delta = (x.permute(0, 2, 1, 4, 3).reshape(n * g, -1, x.shape[3]) for x in (a, delta))
+        return Outer(a, delta, self.shape, groups=g, dtype=self.dtype)
+
+    def per_sample(self) -> Tensor:
+        """(n, *shape)."""
+        return self.outer().per_sample()
+
+    def tokens(self) -> Tensor:
+        """(n, places, *shape)."""
+        return self.outer().tokens()
+
+    def token_sq_norms(self) -> Tensor:
+        """(n, places)."""
+        return self.outer().token_sq_norms()
+
+    def sum(self) -> Tensor:
+        """The sum over samples."""
+        return self.outer().sum()
+
+    def weighted_sum(self, w: Tensor) -> Tensor:
+        """Σ w_n G_n."""
+        return replace(self, delta=self.delta * w.to(self.delta).view(-1, *(1 for _ in self.delta.shape[1:]))).sum()
+
+    def sq_norms(self) -> Tensor:
+        """(n,)."""
+        return self.outer().sq_norms()
+
+    def norms_and_sum(self) -> tuple[Tensor, Tensor]:
+        """Both, from the same product."""
+        return self.outer().norms_and_sum()
+
+    def times(self, factor: Tensor | float) -> Windows:
+        """Every gradient multiplied by the same number."""
+        return replace(self, delta=self.delta * factor)
+
+    def plus(self, other: Windows) -> Outer | None:
+        """The sum with another one."""
+        return self.outer().plus(other.outer())
+
+    def dot(self, other: Windows) -> Tensor:
+        """(n, m)."""
+        return self.outer().dot(other.outer())
+
+    def project(self, left: Tensor, right: Tensor) -> Tensor:
+        """(n, k, k): L G R for a parameter seen as a matrix (rows, rest)."""
+        return self.outer().project(left, right)
+
+
+def unfold(x: Tensor, geometry: Geometry, places: tuple[int, ...]) -> Tensor:
+    """(m, channels·kernel, places): the window at every place, channels of one group side by side."""
+    kernel, dilation = geometry.kernel, geometry.dilation
+    if len(kernel) == 2 and all(size == 1 for size in kernel) and not any(geometry.padding):
+        return x[(..., *(slice(None, None, s) for s in geometry.stride))].flatten(2)
+    padding = [p for pad in reversed(geometry.padding) for p in (pad, pad)]
+    x = F.pad(x, padding) if any(padding) else x
+    for d, (size, step, wide) in enumerate(zip(kernel, geometry.stride, dilation, strict=True)):
+        x = x.unfold(2 + d, wide * (size - 1) + 1, step)[..., ::wide].narrow(2 + d, 0, places[d])
+    dims = len(kernel)
+    order = (0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))  # m, channels, kernel, places
+    return x.permute(order).reshape(x.shape[0], x.shape[1] * prod(kernel), prod(places))

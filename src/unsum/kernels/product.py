@@ -1,0 +1,95 @@
+"""Norms and sums of the gradients δᵀa of many samples: `a` is (n, t, i), `delta` is (n, t, o).
+
+Three ways to the norms, each exact:
+- *product*: form every sample's gradient, in tiles that bound memory: 2·n·t·o·i operations, and the sum over samples,
+  which is the weight's own gradient, comes with it;
+- *gram*: Σ over pairs of positions of ⟨a, a'⟩⟨δ, δ'⟩: n·t²·(o + i) operations, no gradient is formed;
+- *rank one*: one position per sample: |a|²·|δ|².
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from unsum.kernels import costs
+
+Way = Literal["product", "gram", "rank one"]
+
+TILE = 1 << 25  # elements of one tile of per-sample gradients
+ALIGNED = 128  # rows of a tile: others take slow kernels on a GPU
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums are kept in: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def choose(a: Tensor, delta: Tensor, *, want_sum: bool) -> Way:
+    """The cheapest way to the norms; with `want_sum`, where the weight's gradient is needed as well."""
+    (n, t, i), o = a.shape, delta.shape[-1]
+    if t == 1:
+        return "rank one"
+    return costs.cheaper(n, t, i, o, a.dtype, a.device.type, want_sum=want_sum)
+
+
+def squares(values: Tensor) -> Tensor:
+    """(n,): the squared norm of each row, accumulated in float32 at least."""
+    flat = values.flatten(1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).flatten(1)
+    if flat.dtype == wide(flat.dtype):
+        return torch.linalg.vecdot(flat, flat)
+    return torch.linalg.vector_norm(flat, dim=1, dtype=wide(flat.dtype)).square()
+
+
+def sq_norms(a: Tensor, delta: Tensor, way: Way | None = None) -> Tensor:
+    """(n,): |δᵀa|² of each sample."""
+    way = way or choose(a, delta, want_sum=False)
+    if way == "rank one":
+        return squares(a) * squares(delta)
+    if way == "gram":
+        return gram(a, delta, a, delta)
+    return norms_and_sum(a, delta, want_sum=False)[0]
+
+
+def gram(a: Tensor, delta: Tensor, other_a: Tensor, other_delta: Tensor) -> Tensor:
+    """(n,): ⟨δᵀa, δ'ᵀa'⟩ of each sample, by pairs of positions."""
+    left, right = torch.bmm(a, other_a.mT.conj()), torch.bmm(delta, other_delta.mT.conj())
+    return torch.linalg.vecdot(right.flatten(1).to(wide(a.dtype)).conj(), left.flatten(1).to(wide(a.dtype))).real
+
+
+def norms_and_sum(a: Tensor, delta: Tensor, *, want_sum: bool) -> tuple[Tensor, Tensor | None]:
+    """The squared norms (n,) and, from the same product, the sum over samples (o, i)."""
+    (n, _, i), o = a.shape, delta.shape[-1]
+    sq = torch.zeros(n, dtype=wide(a.dtype), device=a.device)
+    rows = o if n * o * i <= TILE else max(ALIGNED, TILE // max(n * i, 1) // ALIGNED * ALIGNED)
+    total = torch.empty(o, i, dtype=wide(a.dtype), device=a.device) if want_sum and rows < o else None
+    for first in range(0, o, rows):
+        each = torch.bmm(delta[..., first : first + rows].mT, a)
+        sq += squares(each)
+        if want_sum:
+            part = torch.sum(each, 0, dtype=wide(a.dtype))
+            if total is None:
+                return sq, part
+            total[first : first + rows] = part
+    return sq, total
+
+
+def dots(a: Tensor, delta: Tensor, other_a: Tensor, other_delta: Tensor) -> Tensor:
+    """(n, m): ⟨δ_nᵀa_n, δ_mᵀa_m⟩. Forms the gradients or not, whichever takes fewer operations."""
+    (n, t, i), o, (m, s, _) = a.shape, delta.shape[-1], other_a.shape
+    if n * m * t * s * (o + i) < n * m * o * i + (n * t + m * s) * o * i:
+        left = torch.einsum("nti,msi->nmts", a, other_a.conj())
+        right = torch.einsum("nto,mso->nmts", delta, other_delta.conj())
+        return (left.to(wide(a.dtype)) * right.to(wide(a.dtype))).sum((2, 3))
+    found = torch.zeros(n, m, dtype=wide(a.dtype), device=a.device)
+    rows = max(1, min(o, TILE // max((n + m) * i, 1)))
+    for first in range(0, o, rows):
+        part = slice(first, first + rows)
+        mine = torch.bmm(delta[..., part].mT, a).flatten(1).to(wide(a.dtype))
+        other = torch.bmm(other_delta[..., part].mT, other_a).flatten(1).to(wide(a.dtype))
+        found += mine @ other.conj().T
+    return found

@@ -1,0 +1,121 @@
+"""What one backward brings: factors are kept, or handed to reducers as soon as a parameter's are complete; weight
+gradients that torch was spared are put where they belong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from unsum.errors import SamplesError
+from unsum.factors.factors import Factors, Share
+from unsum.factors.total import Kind
+from unsum.plan.plan import Plan
+from unsum.plan.run import Meeting
+from unsum.reducers import Norms, Reducer
+
+
+class Intake:
+    """Takes the parts of parameters' gradients as they come."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        wanted: Mapping[int, nn.Parameter],
+        names: Mapping[int, str],
+        reducers: Sequence[Reducer],
+        *,
+        keep: bool,
+        scale: Tensor | float | None,
+        check: bool,
+        skipped: frozenset[str],
+        deliver: Callable[[nn.Parameter, Tensor], None],
+    ) -> None:
+        self.n = plan.n
+        self.kinds: dict[int, list[Kind]] = {}  # by the id of the parameter
+        self.nobodys: dict[int, Tensor] = {}
+        self.meetings: dict[int, dict[Meeting, None]] = {}
+        self._unknown: dict[str, None] = {}
+        self._plan, self._wanted, self._names = plan, wanted, names
+        self._reducers, self._keep, self._scale, self._check = reducers, keep, scale, check
+        self._sums: dict[int, Tensor] = {}
+        self._skipped, self._deliver = skipped, deliver
+        self._came: dict[int, int] = {}
+        self._done: set[int] = set()
+
+    def meet(self, parameter: Tensor, meetings: Mapping[Meeting, None], kind: Kind) -> None:
+        """The samples' gradients of a parameter, from these meetings."""
+        key = id(parameter)
+        if key not in self._names:
+            return
+        self.kinds.setdefault(key, []).append(kind)
+        self.meetings.setdefault(key, {}).update(meetings)
+        self._came[key] = self._came.get(key, 0) + 1
+        name = self._names[key]
+        if name not in self._plan.late and self._came[key] == self._plan.expected.get(name):
+            self._complete(key)
+
+    def shared(self, parameter: Tensor, value: Tensor) -> None:
+        """Nobody's part of a parameter's gradient."""
+        key = id(parameter)
+        self.nobodys[key] = self.nobodys[key] + value if key in self.nobodys else value
+
+    def unknown(self, operation: str) -> None:
+        """Positions of this operation got a gradient though nobody knows whose they are."""
+        self._unknown[operation] = None
+
+    def finish(self) -> None:
+        """The backward is over."""
+        if self._unknown:
+            raise SamplesError(
+                f"the samples of some positions are unknown at {', '.join(self._unknown)}: they got a gradient though "
+                "nothing led there when the graph was learnt (or everything there is NaN).\n"
+                "  unsum.mark_samples(losses) names them"
+            )
+        for key in list(self.kinds):
+            if key not in self._done:
+                self._complete(key)
+        left = [name for key, name in self._names.items() if key not in self._done]
+        for reducer in self._reducers:
+            reducer.end(left)
+
+    def found(self, key: int) -> Tensor | None:
+        """The sum of all that came to a parameter, samples' and nobody's; None if nothing is held of it."""
+        parts = [self._sums[key]] if key in self._sums else [kind.sum() for kind in self.kinds.get(key, [])]
+        parts += [self.nobodys[key]] if key in self.nobodys else []
+        return sum(parts[1:], parts[0]) if parts else None
+
+    def _complete(self, key: int) -> None:
+        self._done.add(key)
+        name, parameter = self._names[key], self._wanted[key]
+        share = Share(self.n, self.kinds[key], self._scale)
+        summed: Tensor | None = None
+        factors = Factors(name, parameter, [share])
+        for reducer in self._reducers:
+            if isinstance(reducer, Norms) and name in self._skipped and summed is None:
+                sq, summed = factors.norms_and_sum()
+                summed = summed if self._scale is None else summed / self._scale
+                reducer.put(name, sq)
+            else:
+                reducer.take(name, factors)
+        if name in self._skipped and summed is not None:
+            self._deliver(parameter, summed)
+        if not self._keep:
+            if self._check:
+                self._sums[key] = sum(kind.sum() for kind in self.kinds[key])  # type: ignore[assignment]
+            del self.kinds[key]
+
+
+def accumulate(parameter: nn.Parameter, value: Tensor) -> None:
+    """Add to `.grad` as torch would: where somebody listens, through the parameter's own place in the graph."""
+    value = value.to(parameter.dtype)
+    listened = bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+    if listened or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        with torch.enable_grad():
+            alias = parameter.view_as(parameter)
+        torch.autograd.backward(alias, value)
+    elif parameter.grad is None:
+        parameter.grad = value
+    else:
+        parameter.grad.add_(value)

@@ -1,0 +1,92 @@
+"""May owners be remembered? Only where the map of positions follows from shapes.
+
+Nodes with whole numbers among what they have saved (routing, sorting, shuffling) move positions by them: those numbers
+are part of the layout, unless they cannot move a position from sample to sample. Products that contract over positions
+of different samples (one-hot dispatch) hide such numbers in floats: those graphs are learnt each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from unsum.graph.layout import Layout, Regular
+from unsum.graph.nodes import Node, below, is_leaf
+from unsum.graph.owners import Owners, Swept
+from unsum.graph.saved import saved_by
+from unsum.plan.plan import Indices
+
+_WITHIN = ("MaxPool", "AdaptiveMaxPool", "FractionalMaxPool", "MaxUnpool", "NllLoss", "EmbeddingBag")
+_PRODUCTS = {"MmBackward0": (0, 1), "BmmBackward0": (0, 1), "AddmmBackward0": (1, 2), "BaddbmmBackward0": (1, 2)}
+
+
+def lasting_indices(swept: Swept, place: Mapping[Node, int], mixed: set[Node]) -> tuple[Indices, ...] | None:
+    """The numbers that must be the same for a plan to hold again; None if it may never be used again."""
+    found: list[Indices] = []
+    for node, owners in swept.owners.items():
+        if owners is None:
+            continue
+        if any(owner is not None and not isinstance(owner, Regular) for owner in owners):
+            return None
+        data = [(edge, child, output) for edge, child, output in below(node) if not is_leaf(child) and child not in mixed]
+        if node.name() in _PRODUCTS and _contracts_samples(node, data, swept.owners):
+            return None
+        if data:
+            for which, index in enumerate(saved_by(node)):
+                if _is_index(node, index) and _moves(node, which, data, swept.owners):
+                    found.append(Indices(place[node], which, index.detach().clone()))
+    return tuple(found)
+
+
+def _is_index(node: Node, saved: Tensor) -> bool:
+    """Whole numbers; a mask only where it picks positions."""
+    if saved.dtype == torch.bool:
+        return node.name().startswith(("Index", "MaskedSelect", "MaskedScatter"))
+    return not saved.is_floating_point() and not saved.is_complex()
+
+
+def _layout(owners: Mapping[Node, Owners | None], child: Node, output: int) -> Layout | None:
+    known = owners.get(child)
+    return known[output] if known and len(known) > output else None
+
+
+def _contracts_samples(
+    node: Node, data: list[tuple[int, Node, int]], owners: Mapping[Node, Owners | None]
+) -> bool:
+    """Whether a product of data with data sums over positions of several samples."""
+    left, right = _PRODUCTS[node.name()]
+    edges = {edge: (child, output) for edge, child, output in data}
+    if left not in edges or right not in edges:
+        return False
+    for edge, contracted in ((left, -1), (right, -2)):
+        layout = _layout(owners, *edges[edge])
+        if not isinstance(layout, Regular) or layout.dim == len(layout.shape) + contracted:
+            return True
+    return False
+
+
+def _moves(
+    node: Node, which: int, data: list[tuple[int, Node, int]], owners: Mapping[Node, Owners | None]
+) -> bool:
+    """Whether these whole numbers may move positions from one sample to another."""
+    name = node.name()
+    if name.startswith(_WITHIN):
+        return False
+    layouts = [_layout(owners, child, output) for _, child, output in data]
+    if not all(isinstance(layout, Regular) for layout in layouts):
+        return True
+    dims = {layout.dim for layout in layouts if isinstance(layout, Regular)}
+    if name == "IndexBackward0":
+        given = [k for k, index in enumerate(node._saved_indices) if index is not None]
+        return given[which] in dims if len(given) > which and not _has_masks(node._saved_indices) else True
+    dim = getattr(node, "_saved_dim", None)
+    if isinstance(dim, int):
+        dim = dim - (1 << 64) if dim >= 1 << 63 else dim
+        return any(dim % len(layout.shape) in dims for layout in layouts if layout is not None)
+    return True
+
+
+def _has_masks(indices: tuple[Tensor | None, ...]) -> bool:
+    return any(index is not None and index.dtype == torch.bool for index in indices)

@@ -1,0 +1,83 @@
+"""How gradients come to each parameter: as factors, how often; formed; or beside all data. From this follows when a
+parameter's gradients are complete, and which weight gradients torch need not compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from unsum.graph.layout import Regular
+from unsum.graph.nodes import Node, below, is_leaf, ordered
+from unsum.graph.owners import Swept
+from unsum.plan.audit import Audit
+
+
+def routes(
+    nodes: Sequence[Node],
+    swept: Swept,
+    mixed: set[Node],
+    beside: Sequence[Node],
+    names: Mapping[int, str],
+    audit: Audit | None,
+) -> dict[str, Any]:
+    """`expected`, `late`, `cheap` and `spare` of a plan."""
+    expected: dict[str, int] = {}
+    late: set[str] = set()
+    dear: set[str] = set()  # parameters whose sum does not come with the norms
+    followed = {} if audit is None else audit.followed
+    for node, owners in swept.owners.items():
+        if owners is None:
+            continue
+        for edge, child, _ in below(node):
+            if not (is_leaf(child) or child in mixed):
+                continue
+            reached = _names(child, names)
+            if (node, edge) not in followed:
+                late |= reached
+                continue
+            for name in reached:  # just one, or none that is wanted
+                expected[name] = expected.get(name, 0) + 1
+                if not followed[node, edge] or not isinstance(owners[0], Regular):
+                    dear.add(name)
+    shared = {name for node in beside for _, child, _ in below(node) for name in _names(child, names)}
+    if swept.hidden:
+        late |= set(names.values())
+    free = set(expected) - late - shared
+    return {
+        "expected": expected,
+        "late": frozenset(late),
+        "cheap": _skippable(nodes, swept, free - dear, names),
+        "spare": _skippable(nodes, swept, free, names),
+    }
+
+
+def _names(child: Node, names: Mapping[int, str]) -> set[str]:
+    return {names[id(leaf.variable)] for leaf in ordered([child]) if is_leaf(leaf) and id(leaf.variable) in names}
+
+
+def _skippable(
+    nodes: Sequence[Node], swept: Swept, candidates: Iterable[str], names: Mapping[int, str]
+) -> frozenset[str]:
+    """Those without which every meeting is still run: a node all of whose edges are skipped is not."""
+    skipped = set(candidates)
+    runs: set[Node] = set()
+    for node in reversed(nodes):  # from the leaves up
+        if is_leaf(node):
+            if names.get(id(node.variable)) not in skipped:
+                runs.add(node)
+            continue
+        children = [child for _, child, _ in below(node)]
+        if any(child in runs for child in children):
+            runs.add(node)
+        elif swept.owners.get(node) is not None:
+            own = {name for child in children for name in _names(child, names)} & skipped
+            if own:
+                size = {names[id(leaf.variable)]: prod(leaf.variable.shape) for leaf in nodes if _is_named(leaf, names)}
+                skipped.discard(min(own, key=lambda name: (size[name], name)))
+                runs.add(node)
+    return frozenset(skipped)
+
+
+def _is_named(node: Node, names: Mapping[int, str]) -> bool:
+    return is_leaf(node) and id(node.variable) in names

@@ -1,0 +1,296 @@
+"""Reducers: numbers from factors while backward runs, parameter by parameter, so that nothing is kept.
+
+A reducer is any object with three methods. `begin(n, again)`: a backward with n samples begins; `again` if these
+samples had one before. `take(name, factors)`: the gradients of one parameter are complete. `end(left)`: the backward is
+over; `left` names the parameters that nothing reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from unsum.errors import OptionError, SamplesError
+from unsum.factors.factors import Factors
+
+
+@runtime_checkable
+class Reducer(Protocol):
+    """What consumes factors as they come."""
+
+    def begin(self, n: int, again: bool) -> None: ...
+    def take(self, name: str, factors: Factors) -> None: ...
+    def end(self, left: Sequence[str]) -> None: ...
+
+
+class _Reducer:
+    """The state that all reducers have: results are read after a backward."""
+
+    _adds = False  # whether a second backward of the same samples may be added to the first
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: a block begins."""
+        self._sizes: list[int] = []
+        self._again = False
+        self.left_out: list[str] = []
+
+    def begin(self, n: int, again: bool) -> None:
+        """A backward with n samples begins."""
+        if again and not self._adds:
+            raise SamplesError(
+                f"{type(self).__name__}: a second backward through the same samples; what it gives does not add up.\n"
+                "  add the losses before one backward, or keep the factors (keep=True)"
+            )
+        self._again = again
+        if not again:
+            self._sizes.append(n)
+
+    def end(self, left: Sequence[str]) -> None:
+        """The backward is over."""
+
+    def _check(self) -> None:
+        if not self._sizes:
+            raise SamplesError(f"{type(self).__name__}: no backward was seen, so there are no samples")
+
+
+class Norms(_Reducer):
+    """The norm of each sample's gradient.
+
+    Examples:
+        >>> import unsum
+        >>> model = torch.nn.Linear(3, 1, bias=False)
+        >>> with unsum.gradients(model, unsum.Norms()) as g:
+        ...     model(2 * torch.eye(3)).sum().backward()
+        >>> g[unsum.Norms].norms()
+        tensor([2., 2., 2.])
+    """
+
+    def reset(self) -> None:
+        super().reset()
+        self._by_parameter: dict[str, list[Tensor]] = {}
+
+    def take(self, name: str, factors: Factors) -> None:
+        """The gradients of one parameter."""
+        self.put(name, factors.sq_norms())
+
+    def put(self, name: str, sq_norms: Tensor) -> None:
+        """Squared norms that were had with something else."""
+        parts = self._by_parameter.setdefault(name, [])
+        before = len(self._sizes) - 1
+        parts += [sq_norms.new_zeros(n) for n in self._sizes[len(parts) : before]]  # not reached before
+        parts.append(sq_norms)
+
+    def by_parameter(self) -> dict[str, Tensor]:
+        """{name: (n,)}: squared norms of each parameter's part."""
+        self._check()
+        return {
+            name: torch.cat(parts + [parts[0].new_zeros(n) for n in self._sizes[len(parts) :]])
+            for name, parts in self._by_parameter.items()
+        }
+
+    def sq_norms(self) -> Tensor:
+        """(n,): squared norms over all parameters."""
+        parts = list(self.by_parameter().values())
+        if not parts:
+            return torch.zeros(sum(self._sizes))
+        return torch.stack([part.to(parts[0].device) for part in parts]).sum(0)
+
+    def norms(self) -> Tensor:
+        """(n,): over all parameters."""
+        return self.sq_norms().sqrt()
+
+
+class TokenNorms(_Reducer):
+    """The norm of each token's part of the gradient, over the parameters whose positions are the input's."""
+
+    def __init__(self, positions: int | None = None) -> None:
+        self._given = positions
+        super().__init__()
+
+    def reset(self) -> None:
+        super().reset()
+        self._squares: list[dict[int, Tensor]] = []  # for each backward, by the number of positions
+        self._names: list[dict[int, list[str]]] = []
+
+    def begin(self, n: int, again: bool) -> None:
+        """A backward with n samples begins."""
+        super().begin(n, again)
+        self._squares.append({})
+        self._names.append({})
+
+    def take(self, name: str, factors: Factors) -> None:
+        """The gradients of one parameter."""
+        try:
+            squares = factors.token_sq_norms()
+        except SamplesError:
+            self.left_out.append(name)
+            return
+        t = squares.shape[1]
+        known = self._squares[-1].get(t)
+        self._squares[-1][t] = squares if known is None else known + squares
+        self._names[-1].setdefault(t, []).append(name)
+
+    def end(self, left: Sequence[str]) -> None:
+        """The backward is over: the positions that most parameters have are the input's."""
+        counts = {t: len(names) for t, names in self._names[-1].items()}
+        wanted = self._given if self._given is not None else max(counts, key=lambda t: (counts[t], t), default=0)
+        self.left_out += [name for t, names in self._names[-1].items() if t != wanted for name in names]
+        kept = self._squares[-1].get(wanted)
+        self._squares[-1] = {} if kept is None else {wanted: kept}
+
+    def sq_norms(self) -> Tensor:
+        """(n, t)."""
+        self._check()
+        found = [next(iter(squares.values())) for squares in self._squares if squares]
+        if not found:
+            raise SamplesError("TokenNorms: no parameter has positions")
+        longest = max(part.shape[1] for part in found)
+        return torch.cat([torch.nn.functional.pad(part, (0, longest - part.shape[1])) for part in found])
+
+    def norms(self) -> Tensor:
+        """(n, t)."""
+        return self.sq_norms().sqrt()
+
+
+class WeightedSum(_Reducer):
+    """Σ w_n G_n of every parameter. With a callable, the weights come from the norms (clipping), which are known only
+    after the backward: the factors are held until then."""
+
+    def __init__(self, w: Tensor | Callable[[Tensor], Tensor]) -> None:
+        if not callable(w) and (not isinstance(w, Tensor) or w.dim() != 1):
+            raise OptionError("WeightedSum(w): weights of shape (n,), or a callable norms -> (n,)")
+        self._w = w
+        super().__init__()
+
+    @property
+    def _adds(self) -> bool:  # type: ignore[override]
+        return not callable(self._w)
+
+    def reset(self) -> None:
+        super().reset()
+        self._sums: dict[str, Tensor] = {}
+        self._held: dict[str, Factors] = {}
+
+    def take(self, name: str, factors: Factors) -> None:
+        """The gradients of one parameter."""
+        if callable(self._w):
+            self._held[name] = factors
+        else:
+            last = sum(self._sizes)
+            self._add(name, factors, self._w[last - factors.n : last])
+
+    def _add(self, name: str, factors: Factors, w: Tensor) -> None:
+        value = factors.weighted_sum(w)
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def end(self, left: Sequence[str]) -> None:
+        """The backward is over: if the weights come from the norms, here they are."""
+        if not callable(self._w) or not self._held:
+            return
+        squares = [factors.sq_norms() for factors in self._held.values()]
+        w = self._w(torch.stack(squares).sum(0).sqrt())
+        for name, factors in self._held.items():
+            self._add(name, factors, w)
+        self._held.clear()
+
+    def sum(self) -> dict[str, Tensor]:
+        """{parameter: Σ w_n G_n}."""
+        self._check()
+        return self._sums
+
+
+class SecondMoment(_Reducer):
+    """Σ_n g_n², number by number: with the sum, the variance of gradients and the noise scale."""
+
+    def reset(self) -> None:
+        super().reset()
+        self._sums: dict[str, Tensor] = {}
+
+    def take(self, name: str, factors: Factors) -> None:
+        """The gradients of one parameter."""
+        each = factors.per_sample()
+        value = torch.einsum("n...,n...->...", each, each)
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def sum_squares(self) -> dict[str, Tensor]:
+        """{parameter: Σ_n g_n²}."""
+        self._check()
+        return self._sums
+
+
+class Project(_Reducer):
+    """Random projections: k·k numbers for each parameter, of which inner products are, on average, those of gradients."""
+
+    _adds = True
+
+    def __init__(self, k: int = 16, seed: int = 0) -> None:
+        if k < 1:
+            raise OptionError(f"Project(k={k}): k is 1 or more")
+        self._k, self._seed = k, seed
+        super().__init__()
+
+    def reset(self) -> None:
+        super().reset()
+        self._parts: dict[str, list[Tensor]] = {}
+
+    def take(self, name: str, factors: Factors) -> None:
+        """The gradients of one parameter."""
+        value = factors.project(self._k, self._seed)
+        parts = self._parts.setdefault(name, [])
+        if self._again and len(parts) == len(self._sizes):
+            parts[-1] = parts[-1] + value
+            return
+        parts += [value.new_zeros(n, value.shape[1]) for n in self._sizes[len(parts) : -1]]
+        parts.append(value)
+
+    def by_parameter(self) -> dict[str, Tensor]:
+        """{parameter: (n, k·k)}."""
+        self._check()
+        return {
+            name: torch.cat(parts + [parts[0].new_zeros(n, parts[0].shape[1]) for n in self._sizes[len(parts) :]])
+            for name, parts in self._parts.items()
+        }
+
+    def matrix(self) -> Tensor:
+        """(n, K): the parameters side by side, by name."""
+        parts = self.by_parameter()
+        return torch.cat([parts[name] for name in sorted(parts)], 1)
+
+
+class Kronecker(_Reducer):
+    """A = Σ a aᵀ and G = Σ δ δᵀ of every parameter that is met by outer products. Positions without a gradient (padding)
+    are no positions."""
+
+    _adds = False
+
+    def reset(self) -> None:
+        super().reset()
+        self._factors: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def take(self, name: str, factors: Factors) -> None:
+        """The gradients of one parameter."""
+        try:
+            outers = factors.outer()
+        except SamplesError:
+            self.left_out.append(name)
+            return
+        for share, outer in outers:
+            if outer.groups > 1:
+                self.left_out.append(name)
+                return
+            a, delta = outer.a.flatten(0, 1).to(factors.shared()), outer.delta.flatten(0, 1).to(factors.shared())
+            a = a * (delta != 0).any(1, keepdim=True)
+            new = a.T @ a, share.times(delta.T @ delta, 2)
+            known = self._factors.get(name)
+            self._factors[name] = new if known is None else (known[0] + new[0], known[1] + new[1])
+
+    def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """{parameter: (A (i, i), G (o, o))}."""
+        self._check()
+        return self._factors

@@ -1,0 +1,68 @@
+"""Parameters that are added to data, multiplied with it, or spread over it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from unsum.factors.scale import Scale
+from unsum.graph.nodes import Node
+from unsum.rules.registry import Call, rule
+
+
+def _own(node: Node, shape: tuple[int, ...]) -> int:
+    """The last dimensions, from the first in which the parameter has more than one number."""
+    return next((len(shape) - d for d, size in enumerate(shape) if size > 1), 0)
+
+
+def _spread(call: Call, factor: float = 1) -> Scale:
+    delta = call.take(call.delta)
+    return Scale(delta if factor == 1 else delta * factor, None, call.shape)
+
+
+def _times(call: Call, other: Tensor) -> Scale:
+    x = call.take(other.expand(call.delta.shape))
+    return Scale(call.take(call.delta), lambda: x, call.shape)
+
+
+@rule("AddBackward0", 0, _own)
+def add(call: Call) -> Scale:
+    """p + x."""
+    return _spread(call)
+
+
+@rule("AddBackward0", 1, _own)
+def added(call: Call) -> Scale:
+    """x + alpha·p."""
+    return _spread(call, getattr(call.node, "_saved_alpha", 1))
+
+
+@rule("SubBackward0", 0, _own)
+def sub(call: Call) -> Scale:
+    """p - x."""
+    return _spread(call)
+
+
+@rule("SubBackward0", 1, _own)
+def subtracted(call: Call) -> Scale:
+    """x - alpha·p."""
+    return _spread(call, -getattr(call.node, "_saved_alpha", 1))
+
+
+@rule("ExpandBackward0", 0, _own)
+def expand(call: Call) -> Scale:
+    """p spread over samples and positions."""
+    return _spread(call)
+
+
+@rule("MulBackward0", 0, _own)
+def mul(call: Call) -> Scale | None:
+    """p · x."""
+    other = call.saved("other")
+    return None if other is None else _times(call, other)
+
+
+@rule("MulBackward0", 1, _own)
+def multiplied(call: Call) -> Scale | None:
+    """x · p."""
+    other = call.saved("self")
+    return None if other is None else _times(call, other)

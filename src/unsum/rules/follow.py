@@ -1,0 +1,114 @@
+"""From the tensor that meets data back to the parameter: transposes, casts, views and slices of a weight are followed
+without multiplying out. What cannot be followed is formed and replayed, sample by sample."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from unsum.factors.dense import Dense
+from unsum.factors.outer import Outer
+from unsum.factors.scale import Scale
+from unsum.factors.total import Kind
+from unsum.graph.nodes import Node
+
+_CASTS = ("ToCopyBackward0", "CloneBackward0", "AliasBackward0", "ViewAsBackward0", "ContiguousBackward0")
+_SHAPES = (
+    "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward0",
+    "SqueezeBackward1", "SqueezeBackward2",
+)  # fmt: skip
+
+
+def follow(kind: Kind, node: Node, output: int, shape: tuple[int, ...]) -> Kind | None:
+    """The factors of the tensor (of this shape) of which a node on the weight side made another; None if they cannot
+    be followed."""
+    name = node.name()
+    if name in _CASTS:
+        return kind
+    if name in _SHAPES:
+        return _viewed(kind, shape)
+    turns = name == "TBackward0" or (name == "TransposeBackward0" and len(shape) == 2) or _swaps(node, name, shape)
+    if turns:
+        return _turned(kind, shape)
+    if name == "SliceBackward0":
+        return _sliced(kind, shape, *_slice_of(node, shape))
+    if name in ("SplitBackward0", "SplitWithSizesBackward0"):
+        return _sliced(kind, shape, *_piece_of(node, name, output, shape))
+    return None
+
+
+def _swaps(node: Node, name: str, shape: tuple[int, ...]) -> bool:
+    return name == "PermuteBackward0" and [d % 2 for d in node._saved_dims] == [1, 0] and len(shape) == 2
+
+
+def _viewed(kind: Kind, shape: tuple[int, ...]) -> Kind | None:
+    if isinstance(kind, Dense):
+        return Dense(kind.values.reshape(kind.n, *shape))
+    if isinstance(kind, Scale):
+        if kind.over is not None or [s for s in shape if s > 1] != [s for s in kind.shape if s > 1]:
+            return Dense(kind.per_sample().reshape(kind.n, *shape))
+        return replace(kind, shape=shape, over=kind.shape)
+    if isinstance(kind, Outer):
+        return replace(kind, shape=shape)
+    return None
+
+
+def _turned(kind: Kind, shape: tuple[int, ...]) -> Kind | None:
+    if isinstance(kind, Outer) and len(kind.shape) == 2:
+        return replace(kind, turned=not kind.turned, shape=shape)
+    if isinstance(kind, Dense | Scale):
+        return Dense(kind.per_sample().mT.reshape(kind.n, *shape))
+    return None
+
+
+def _slice_of(node: Node, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
+    dim = node._saved_dim % len(shape)
+    size = shape[dim]
+    first, last, step = slice(_signed(node._saved_start), _signed(node._saved_end), node._saved_step).indices(size)
+    return dim, first, last, step
+
+
+def _piece_of(node: Node, name: str, output: int, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
+    dim = _signed(node._saved_dim) % len(shape)
+    if name == "SplitBackward0":
+        size = node._saved_split_size
+        return dim, output * size, min((output + 1) * size, shape[dim]), 1
+    sizes = node._saved_split_sizes
+    first = sum(sizes[:output])
+    return dim, first, first + sizes[output], 1
+
+
+def _signed(value: int) -> int:
+    """Negative numbers are saved as unsigned ones."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _sliced(kind: Kind, shape: tuple[int, ...], dim: int, first: int, last: int, step: int) -> Kind | None:
+    if step != 1:
+        return None
+    if isinstance(kind, Dense | Scale):
+        values = kind.per_sample()
+        whole = values.new_zeros(kind.n, *shape)
+        whole.narrow(dim + 1, first, last - first).copy_(values)
+        return Dense(whole)
+    if not isinstance(kind, Outer) or len(shape) != 2 or len(kind.shape) != 2:
+        return None
+    padding = (first, shape[dim] - last)
+    if (dim == 0) != kind.turned:
+        return replace(kind, delta=_padded(kind.delta, padding), shape=shape)
+    return replace(kind, a=_padded(kind.a, padding), shape=shape)
+
+
+def _padded(tensor: Tensor, padding: tuple[int, int]) -> Tensor:
+    return tensor if padding == (0, 0) else F.pad(tensor, padding)
+
+
+def cast(kind: Kind, dtype: torch.dtype) -> Kind:
+    """Reads are given in the parameter's dtype, float32 at least."""
+    if isinstance(kind, Dense):
+        wanted = torch.promote_types(dtype, torch.float32)
+        return kind if kind.values.dtype == wanted else Dense(kind.values.to(wanted))
+    return replace(kind, dtype=dtype)

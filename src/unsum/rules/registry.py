@@ -1,0 +1,73 @@
+"""Which rule speaks for which edge of which kind of node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from unsum.factors.total import Kind
+from unsum.graph.layout import Layout
+from unsum.graph.nodes import Node
+from unsum.graph.positions import Positions, positions
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a node: the gradient of its result, taken apart by `by`."""
+
+    node: Node
+    delta: Tensor
+    by: Positions
+    shape: tuple[int, ...]  # of the tensor at the edge
+    only_nobodys: bool = False  # the positions that belong to no sample, as if they were one
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """(n, t, *features) of a tensor whose first dimensions are those of the gradient."""
+        if not self.only_nobodys:
+            return self.by.of(tensor)
+        taken = self.by.nobodys(tensor)
+        assert taken is not None
+        return taken
+
+    def saved(self, name: str) -> Any:
+        """What the node has saved."""
+        value = getattr(self.node, f"_saved_{name}")
+        return value.detach() if isinstance(value, Tensor) else value
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """How the gradients of the tensor at one edge are factored."""
+
+    name: str
+    features: Callable[[Node, tuple[int, ...]], int]  # how many last dimensions of the gradient are no positions
+    make: Callable[[Call], Kind | None]
+
+    def applies(self, node: Node, layout: Layout, n: int, shape: tuple[int, ...]) -> Positions | None:
+        """How to take the node's gradient apart; None if the rule does not hold here."""
+        return positions(layout, n, self.features(node, shape))
+
+
+RULES: dict[tuple[str, int], Rule] = {}
+
+
+def rule(
+    operation: str, edge: int, features: int | Callable[[Node, tuple[int, ...]], int] = 1
+) -> Callable[[Callable[[Call], Kind | None]], Callable[[Call], Kind | None]]:
+    """Say how the tensor at this edge of this kind of node gets its gradient. `features`: how many of the last
+    dimensions of the node's gradient are features; the others are positions."""
+
+    def register(make: Callable[[Call], Kind | None]) -> Callable[[Call], Kind | None]:
+        count = features if callable(features) else lambda node, shape: features
+        RULES[operation, edge] = Rule(f"{make.__module__.rpartition('.')[2]}.{make.__name__}", count, make)
+        return make
+
+    return register
+
+
+def find(node: Node, edge: int) -> Rule | None:
+    """The rule for an edge of a node, if there is one."""
+    return RULES.get((node.name(), edge))
