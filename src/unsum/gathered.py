@@ -113,7 +113,9 @@ class Gradients:
         found = [r for r in self._reducers if r is wanted or (isinstance(wanted, type) and isinstance(r, wanted))]
         if len(found) != 1:
             kinds = ", ".join(type(r).__name__ for r in self._reducers) or "none"
-            raise KeyError(f"{wanted!r}: {'no' if not found else 'more than one'} such reducer; this block has: {kinds}")
+            raise KeyError(
+                f"{wanted!r}: {'no' if not found else 'more than one'} such reducer; this block has: {kinds}"
+            )
         return found[0]
 
     def _factors(self, name: str, parameter: nn.Parameter) -> Factors:
@@ -134,9 +136,7 @@ class Gradients:
     def coverage(self) -> str:
         """A table: each parameter, its share of all elements, the operations at which it met data (with module and
         place in the graph), how its gradients were obtained, and how many numbers they are for one sample."""
-        kept = {
-            key: group.shares[key] for group in self._groups.values() for key in self.by_id if key in group.shares
-        }
+        kept = {key: group.shares[key] for group in self._groups.values() for key in self.by_id if key in group.shares}
         return table(self.by_id, self.unique(), self._meetings, kept)
 
     @property

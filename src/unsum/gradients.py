@@ -23,8 +23,8 @@ from unsum.graph.probe import state_set_aside
 from unsum.graph.saved import Saved
 from unsum.graph.sides import Sides
 from unsum.keeping import current_scale
-from unsum.plan.forward import Forward
 from unsum.kernels.product import wide
+from unsum.plan.forward import Forward
 from unsum.plan.intake import Intake, accumulate
 from unsum.plan.learn import Setting, inside, learn, number_of_samples
 from unsum.plan.plan import Plan, recall, remember
@@ -154,9 +154,7 @@ class GradientsBlock:
                 self._found.drop(self._calls)
             raise
 
-    def _begin(
-        self, call: hooks.Backward, nodes: Sequence[Node], plan: Plan, again: bool
-    ) -> Sequence[Tensor] | None:
+    def _begin(self, call: hooks.Backward, nodes: Sequence[Node], plan: Plan, again: bool) -> Sequence[Tensor] | None:
         """Wait at the plan's nodes; say which leaves torch is to bring gradients to, if not to all."""
         options = self._options
         scale = None if options.scaler is None else 1 / current_scale(options.scaler)
@@ -219,8 +217,11 @@ class GradientsBlock:
                 self._forward.begin()
                 return plan
         self._is_checked = True
-        if not self._forward.watched:
-            log.warning("unsum: an unknown graph after a forward that was not watched: whether samples interact is not known")
+        self._sides.is_blind = not self._forward.watched
+        if self._sides.is_blind:
+            log.warning(
+                "unsum: an unknown graph after a forward that was not watched: whether samples interact is not known"
+            )
         ids = self._options.samples.ids
         count = number_of_samples if ids is None else lambda _: len(ids)
         with self._learn():
@@ -228,8 +229,13 @@ class GradientsBlock:
         if key is not None and plan.lasting:
             remember(self._model, key, plan)
         self._forward.learnt(lasting=key is not None and plan.lasting and not self._saved.is_needed)
-        log.info("unsum: learnt a graph of %d nodes: %d meetings, %d by rule; %s", len(nodes), len(plan.owned),
-                 len(plan.rules), "remembered" if plan.lasting else "to be learnt each time")
+        log.info(
+            "unsum: learnt a graph of %d nodes: %d meetings, %d by rule; %s",
+            len(nodes),
+            len(plan.owned),
+            len(plan.rules),
+            "remembered" if plan.lasting else "to be learnt each time",
+        )
         return plan
 
     @contextlib.contextmanager

@@ -66,8 +66,15 @@ def children(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, Mapping):
         return value.items()
     if is_dataclass(value) and not isinstance(value, type):
-        return [(f.name, getattr(value, f.name)) for f in fields(value) if hasattr(value, f.name)]
+        return [(f.name, part) for f in fields(value) if (part := _field(value, f.name)) is not None]
     return ()
+
+
+def _field(value: Any, name: str) -> Any:
+    try:
+        return getattr(value, name)
+    except Exception:  # a field that is not set, or one that may not be asked for
+        return None
 
 
 def find(value: Any, path: Path) -> tuple[Path, Any]:

@@ -14,7 +14,7 @@ from unsum.graph.layout import NOBODY, UNSEEN, Layout, Regular, complete, regula
 STEP = 48  # samples that one copy of powers tells apart: exponents from -24 to 24, without 0
 
 # How far a ratio may be from its power, and how small a gradient is beside the largest to be rounding alone.
-_TOLERANCE = {torch.float64: (1e-9, 1e-13), torch.complex128: (1e-9, 1e-13),
+TOLERANCE = {torch.float64: (1e-9, 1e-13), torch.complex128: (1e-9, 1e-13),
               torch.float32: (2e-5, 1e-6), torch.complex64: (2e-5, 1e-6)}  # fmt: skip
 
 
@@ -77,12 +77,12 @@ class Codes:
             axes = [d for d in range(plain.dim() + 2) if d != layout.dim + 1]
             off = (wanted - value).abs().unflatten(layout.dim, split).amax(axes)
             size = wanted.abs().unflatten(layout.dim, split).amax(axes)
-            if not bool((off <= _TOLERANCE.get(plain.dtype, (2e-2, 0))[0] * size).all()):
+            if not bool((off <= TOLERANCE.get(plain.dtype, (2e-2, 0))[0] * size).all()):
                 return False
         return True
 
     def _owner(self, plain: Tensor, scaled: list[Tensor]) -> Tensor | None:
-        tolerance, small = _TOLERANCE.get(plain.dtype, (2e-2, 1e-3))
+        tolerance, small = TOLERANCE.get(plain.dtype, (2e-2, 1e-3))
         finite = plain.isfinite()
         for value in scaled:
             finite = finite & value.isfinite()
@@ -93,7 +93,9 @@ class Codes:
         owner = torch.zeros(plain.shape, dtype=torch.long, device=plain.device)
         nobody = seen
         for copy, value in enumerate(scaled):
-            if bool(((value != 0) & finite & ~seen).any()):
+            # Not seen though it is there, unless it is an underflow.
+            there = torch.where(finite & ~seen, value.abs(), 0)
+            if bool((there > small * torch.where(finite, value.abs(), 0).max()).any()):
                 return None
             ratio = torch.where(seen, value / torch.where(seen, plain, 1), 1)
             real = (ratio.real if ratio.is_complex() else ratio).double()

@@ -55,6 +55,7 @@ def sweep(
     codes = Codes(n, signs=half)
     copies = len(codes.tables)
     front = _start(starts, codes, only)
+    tops = {node for node, _ in starts}
     above: dict[Node, Node] = {}
     found = Swept()
     for node in model:
@@ -62,8 +63,8 @@ def sweep(
         if streams is None or is_leaf(node):
             continue
         owners = _read(streams, codes)
-        if owners is not None and not is_data(node) and (n == 1 or not any(_is_finite(grad) for grad in streams[0])):
-            owners = None  # one sample, or nothing but NaN: all would be its own, the weights too
+        if owners is not None and node not in tops and not is_data(node) and _is_chance(owners, n, streams[0]):
+            owners = None
         if owners is None:
             mixed(node, above.pop(node, None))
         else:
@@ -72,7 +73,7 @@ def sweep(
         found.owners[node] = owners if owners is None or keep(node) else _light(owners)
         heard: list[list[Heard]] = [[] for _ in streams]
         for stream, grads in enumerate(streams):
-            results = replay(node, grads, heard[stream])
+            results = replay(node, grads, heard[stream], still=True)
             if stream == 0 and isinstance(node, BackwardCFunction):
                 _refuse_changing(node, grads, results)
             for (child, output), value in zip(node.next_functions, results, strict=True):
@@ -114,6 +115,12 @@ def _light(owners: Owners) -> Owners:
     return [IRREGULAR if isinstance(owner, Mapped) else owner for owner in owners]
 
 
+def _is_chance(owners: Owners, n: int, grads: Grads) -> bool:
+    """Whether a weight may seem to have owners: of one sample it is all; each expert may have had one sample's tokens; a
+    NaN hides everything."""
+    return n == 1 or any(isinstance(owner, Mapped) for owner in owners) or not any(_is_finite(grad) for grad in grads)
+
+
 def _is_finite(grad: Tensor | None) -> bool:
     return grad is not None and (not grad.numel() or bool(grad.isfinite().any()))
 
@@ -145,7 +152,7 @@ def _compare(node: Node, found: Owners, known: Mapping[Edge, Layout]) -> None:
 
 def _refuse_changing(node: Node, grads: Grads, results: Grads) -> None:
     """A custom Function must give the same twice: one that changes what it has saved cannot be called again."""
-    for one, other in zip(results, replay(node, grads), strict=True):
+    for one, other in zip(results, replay(node, grads, still=True), strict=True):
         if one is not None and other is not None and not torch.allclose(one, other, equal_nan=True):
             raise UnsupportedError(
                 f"{node.name()} gives something else when it is called again: its backward draws random numbers, or "

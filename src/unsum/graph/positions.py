@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from unsum.graph.layout import UNSEEN, Layout, Mapped, Regular
+from unsum.graph.layout import UNSEEN, Layout, Regular
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,14 +25,14 @@ Grads = Sequence[Tensor | None]
 Heard = tuple[Sequence[Any], Grads]  # what a node differentiated by itself: roots and their gradients
 
 
-def replay(node: Node, grads: Grads, heard: list[Heard] | None = None) -> list[Tensor | None]:
+def replay(node: Node, grads: Grads, heard: list[Heard] | None = None, *, still: bool = False) -> list[Tensor | None]:
     """What the node sends along each of its edges, fitted to the tensor that it is the gradient of. `heard` gets the
-    backwards that it ran inside, if they were to bring gradients to leaves."""
+    backwards that it ran inside, if they were to bring gradients to leaves. With `still`, what cancels is nothing."""
     with torch.no_grad():
         results = _python(node, grads, heard) if isinstance(node, BackwardCFunction) else _call(node, grads)
     fitted: list[Tensor | None] = []
     for (child, output), value in zip(node.next_functions, results, strict=True):
-        fitted.append(None if child is None or value is None else fit(value, child, output))
+        fitted.append(None if child is None or value is None else fit(value, child, output, still=still))
     return fitted
 
 
@@ -60,15 +60,24 @@ def zeros(node: Node, output: int) -> Tensor:
     return torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=meta.device)
 
 
-def fit(value: Tensor, child: Node, output: int) -> Tensor:
-    """A gradient as the engine would hand it on: dense, summed over what was broadcast, real where the tensor is."""
+def fit(value: Tensor, child: Node, output: int, *, still: bool = False) -> Tensor:
+    """A gradient as the engine would hand it on: dense, summed over what was broadcast, real where the tensor is. With
+    `still`, a sum that cancels to rounding (a maximum that is subtracted for stability) is zero."""
     like: Any = child.variable if is_leaf(child) else child._input_metadata[output]
+    if value.layout == torch.jagged:
+        raise UnsupportedError(f"{child.name()}: a nested tensor, whose samples cannot be told apart; pad it instead")
     if value.layout != torch.strided:
         value = value.to_dense()
     if value.is_complex() and not like.dtype.is_complex:
         value = value.real
     shape = tuple(like.shape)
-    return (value if tuple(value.shape) == shape else value.sum_to_size(shape)).to(like.dtype)
+    if tuple(value.shape) == shape:
+        return value.to(like.dtype)
+    total = value.sum_to_size(shape)
+    if still:
+        small = {torch.float64: 1e-13, torch.complex128: 1e-13}.get(value.dtype, 1e-5)
+        total = torch.where(total.abs() <= small * value.abs().sum_to_size(shape), 0, total)
+    return total.to(like.dtype)
 
 
 def flow(roots: Sequence[Any], grads: Sequence[Tensor | None], stops: Collection[Edge] = ()) -> dict[Edge, Tensor]:

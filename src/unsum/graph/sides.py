@@ -34,6 +34,7 @@ class Sides(TorchFunctionMode):
         self.mixing: list[tuple[str, int]] = []  # what mixes samples without a trace in the graph, and when
         self._kinds: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
         self._token = object()
+        self.is_blind = False  # whether the last forward was not watched
         self._model: nn.Module | None = model
 
     def _prepare(self) -> None:
@@ -47,6 +48,10 @@ class Sides(TorchFunctionMode):
     def is_data(self, node: Node) -> bool:
         """Whether what flows through this node depends on data."""
         return self._token in node.metadata.get("unsum.data", ())
+
+    def may_be_data(self, node: Node) -> bool:
+        """Whether it was not seen that this node does not depend on data."""
+        return self.is_blind or self.is_data(node)
 
     def is_weight(self, node: Node) -> bool:
         """Whether it was seen that what flows through this node depends on parameters alone."""

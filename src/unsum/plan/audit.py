@@ -50,6 +50,8 @@ class Audit:
             return
         truth: list[Tensor | None] | None = None
         for edge, rule, child, output in found:
+            if delta.dtype != torch.float64 and _leaf_dtype(child) == torch.float64:
+                continue  # torch's own rounding, number by number, is what a test in float64 asks for
             kind = apply(rule, node, delta, layout, self._n, shape_of(child, output))
             if kind is None:
                 continue
@@ -98,6 +100,15 @@ def _sum_comes_with_norms(kind: Kind) -> bool:
     if isinstance(kind, Windows):
         kind = kind.outer()
     return isinstance(kind, Scale) or (isinstance(kind, Outer) and kind.way(want_sum=True) == "product")
+
+
+def _leaf_dtype(child: Node) -> torch.dtype | None:
+    while not is_leaf(child):
+        nexts = below(child)
+        if len(nexts) != 1:
+            return None
+        child = nexts[0][1]
+    return child.variable.dtype  # type: ignore[no-any-return]
 
 
 def _is_followed(kind: Kind, child: Node, output: int) -> bool:

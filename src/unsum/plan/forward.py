@@ -66,7 +66,8 @@ class Forward:
             return
         self._outer = (module.forward, args, kwargs)
         given = [tensor for _, tensor in leaves((args, kwargs))]
-        self._key = (name, forward_key(self._model, given))
+        kind = self._samples if isinstance(self._samples, sample_maps.Dim) else sample_maps.Ids
+        self._key = (name, kind, forward_key(self._model, given))
         self._seen = known_forward(self._model, self._key)
         self._watch(self._seen is None)
         k = self._samples.k if isinstance(self._samples, sample_maps.Dim) else 0
@@ -79,11 +80,16 @@ class Forward:
             return self._seen.is_data
         owners = [self._samples.owners(tuple(tensor.shape), self._n) for tensor in given]
         for tensor, layout in zip(given, owners, strict=True):
-            self._sides.given(tensor, has_samples=layout is not None)
+            self._sides.given(tensor, has_samples=layout is not None or self._is_flattened(tensor))
         for tensor, layout in zip(given, owners, strict=True):
             if layout is not None and self._sides.is_given_data([tensor]):
                 self.rows.remember(tensor, layout)
         return not given or self._sides.is_given_data(given)
+
+    def _is_flattened(self, tensor: Tensor) -> bool:
+        """Whether this may be rows of all samples after each other: the patches of images."""
+        rows = tensor.shape[0] if tensor.dim() > 1 and tensor.is_floating_point() else 0
+        return bool(self._n and rows > self._n and rows % self._n == 0 and rows != tensor.shape[1])
 
     def open(self) -> None:
         """A block begins. What it computes is watched until a forward is known."""

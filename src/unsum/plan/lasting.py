@@ -30,7 +30,9 @@ def lasting_indices(swept: Swept, place: Mapping[Node, int], mixed: set[Node]) -
             continue
         if any(owner is not None and not isinstance(owner, Regular) for owner in owners):
             return None
-        data = [(edge, child, output) for edge, child, output in below(node) if not is_leaf(child) and child not in mixed]
+        data = [
+            (edge, child, output) for edge, child, output in below(node) if not is_leaf(child) and child not in mixed
+        ]
         if node.name() in _PRODUCTS and _contracts_samples(node, data, swept.owners):
             return None
         if data:
@@ -52,9 +54,7 @@ def _layout(owners: Mapping[Node, Owners | None], child: Node, output: int) -> L
     return known[output] if known and len(known) > output else None
 
 
-def _contracts_samples(
-    node: Node, data: list[tuple[int, Node, int]], owners: Mapping[Node, Owners | None]
-) -> bool:
+def _contracts_samples(node: Node, data: list[tuple[int, Node, int]], owners: Mapping[Node, Owners | None]) -> bool:
     """Whether a product of data with data sums over positions of several samples."""
     left, right = _PRODUCTS[node.name()]
     edges = {edge: (child, output) for edge, child, output in data}
@@ -67,9 +67,7 @@ def _contracts_samples(
     return False
 
 
-def _moves(
-    node: Node, which: int, data: list[tuple[int, Node, int]], owners: Mapping[Node, Owners | None]
-) -> bool:
+def _moves(node: Node, which: int, data: list[tuple[int, Node, int]], owners: Mapping[Node, Owners | None]) -> bool:
     """Whether these whole numbers may move positions from one sample to another."""
     name = node.name()
     if name.startswith(_WITHIN):

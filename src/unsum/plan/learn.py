@@ -113,7 +113,7 @@ def _sweep(
 
     return sweep(
         cut.model, cut.starts, n,
-        only=only, known=known, keep=keep, mixed=mixed, seen=seen, is_data=setting.sides.is_data,
+        only=only, known=known, keep=keep, mixed=mixed, seen=seen, is_data=setting.sides.may_be_data,
     )  # fmt: skip
 
 

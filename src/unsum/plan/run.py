@@ -19,6 +19,7 @@ from torch import Tensor
 from unsum import hooks
 from unsum.factors.dense import Dense
 from unsum.factors.total import Kind
+from unsum.graph.codes import TOLERANCE
 from unsum.graph.layout import NOBODY, UNSEEN, Mapped
 from unsum.graph.nodes import Node, below, is_leaf
 from unsum.graph.replay import Grads, replay
@@ -215,4 +216,5 @@ def _is_unseen(owner: Tensor, grad: Tensor) -> bool:
     """Whether a gradient arrives where the sweep has not come; a NaN counts as one."""
     size = grad.abs()
     finite = torch.where(size.isfinite(), size, 0)
-    return bool(((owner == UNSEEN) & ~(size <= 1e-12 * finite.max())).any())
+    small = 10 * TOLERANCE.get(grad.dtype, (0, 1e-3))[1]
+    return bool(((owner == UNSEEN) & ~(size <= small * finite.max())).any())

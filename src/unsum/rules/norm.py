@@ -61,7 +61,10 @@ def batch_norm_scale(call: Call) -> Scale | None:
     if call.saved("training"):
         return None
     x, over = call.take(call.saved("input")), _channels(call)
-    mean, rstd = call.saved("running_mean").view(over), (call.saved("running_var") + call.saved("eps")).rsqrt().view(over)
+    mean, rstd = (
+        call.saved("running_mean").view(over),
+        (call.saved("running_var") + call.saved("eps")).rsqrt().view(over),
+    )
     return Scale(call.take(call.delta), lambda: ((x - mean) * rstd).to(x.dtype), call.shape, over=over)
 
 
