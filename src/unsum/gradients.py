@@ -88,6 +88,9 @@ class GradientsBlock:
         self._put_back: list[tuple[nn.Parameter, Tensor | None]] = []
         self._reached: set[int] | None = None
         self._rounding = 1e-9
+        self._is_checked = self._is_new = False
+        self._scale: Tensor | float | None = None
+        self._calls: frozenset[int] = frozenset()
         self._handles: list[hooks.Handle] = []
         for module, name in {module: name for name, module in reversed(self._names.modules.items())}.items():
             self._handles += hooks.on_call(
@@ -157,7 +160,8 @@ class GradientsBlock:
     def _begin(self, call: hooks.Backward, nodes: Sequence[Node], plan: Plan, again: bool) -> Sequence[Tensor] | None:
         """Wait at the plan's nodes; say which leaves torch is to bring gradients to, if not to all."""
         options = self._options
-        scale = None if options.scaler is None else 1 / current_scale(options.scaler)
+        loss_scale = None if options.scaler is None else current_scale(options.scaler)
+        scale = None if loss_scale is None else 1 / loss_scale
         self._scale = scale if not options.mean else plan.n * (1 if scale is None else scale)
         for reducer in options.reducers:
             reducer.begin(plan.n, again)

@@ -225,7 +225,7 @@ class SecondMoment(_Reducer):
 
 
 class Project(_Reducer):
-    """Random projections: k·k numbers for each parameter, of which inner products are, on average, those of gradients."""
+    """Random projections: k·k numbers for each parameter. Their inner products are, on average, those of gradients."""
 
     _adds = True
 
@@ -264,8 +264,8 @@ class Project(_Reducer):
 
 
 class Kronecker(_Reducer):
-    """A = Σ a aᵀ and G = Σ δ δᵀ of every parameter that is met by outer products. Positions without a gradient (padding)
-    are no positions."""
+    """A = Σ a aᵀ and G = Σ δ δᵀ of every parameter that is met by outer products. Positions without a gradient
+    (padding) are no positions."""
 
     _adds = False
 

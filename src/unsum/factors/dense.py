@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unsum.kernels.product import squares
+from unsum.kernels.product import rows, squares
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ class Dense:
 
     def dot(self, other: Dense) -> Tensor:
         """(n, m)."""
-        return self.values.flatten(1) @ other.values.flatten(1).conj().T
+        return rows(self.values) @ rows(other.values).conj().T
 
     def project(self, left: Tensor, right: Tensor) -> Tensor:
         """(n, k, k): L G R for a parameter seen as a matrix (rows, rest)."""

@@ -17,7 +17,7 @@ from unsum.factors.dense import Dense
 from unsum.factors.outer import Outer
 from unsum.factors.total import Kind
 from unsum.factors.windows import Windows
-from unsum.kernels.product import wide
+from unsum.kernels.product import rows, wide
 
 
 @dataclass
@@ -106,10 +106,10 @@ class Factors:
         """(n, k·k): random numbers of which inner products are, on average, those of the gradients; a parameter of at
         most k² elements is kept as it is. The same for the same name and seed."""
         if prod(self.shape) <= k * k:
-            return self.per_sample().flatten(1)
+            return rows(self.per_sample())
         if len(self.shape) < 2:
             left, _ = projection(self.name, seed, k * k, prod(self.shape), 1)
-            return self.per_sample().flatten(1) @ left.to(self._zero).T
+            return rows(self.per_sample()) @ left.to(self._zero).T
         left, right = projection(self.name, seed, k, self.shape[0], prod(self.shape[1:]))
         left, right = left.to(self._zero.device), right.to(self._zero.device)
         parts = []

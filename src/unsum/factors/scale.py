@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unsum.factors.dense import Dense
-from unsum.kernels.product import wide
+from unsum.kernels.product import rows, wide
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,8 @@ class Scale:
 
     def token_sq_norms(self) -> Tensor:
         """(n, t)."""
-        return torch.linalg.vector_norm(self.tokens().flatten(2), dim=2).square()
+        tokens = self.tokens()
+        return torch.linalg.vector_norm(rows(tokens.flatten(0, 1)), dim=1).square().view(tokens.shape[:2])
 
     def sum(self) -> Tensor:
         """The sum over samples."""

@@ -103,7 +103,7 @@ def unfold(x: Tensor, geometry: Geometry, places: tuple[int, ...]) -> Tensor:
     """(m, channels·kernel, places): the window at every place, channels of one group side by side."""
     kernel, dilation = geometry.kernel, geometry.dilation
     if len(kernel) == 2 and all(size == 1 for size in kernel) and not any(geometry.padding):
-        return x[(..., *(slice(None, None, s) for s in geometry.stride))].flatten(2)
+        return x[..., :: geometry.stride[0], :: geometry.stride[1]].flatten(2)
     padding = [p for pad in reversed(geometry.padding) for p in (pad, pad)]
     x = F.pad(x, padding) if any(padding) else x
     for d, (size, step, wide) in enumerate(zip(kernel, geometry.stride, dilation, strict=True)):

@@ -116,8 +116,8 @@ def _light(owners: Owners) -> Owners:
 
 
 def _is_chance(owners: Owners, n: int, grads: Grads) -> bool:
-    """Whether a weight may seem to have owners: of one sample it is all; each expert may have had one sample's tokens; a
-    NaN hides everything."""
+    """Whether a weight may seem to have owners: of one sample it is all; each expert may have had one sample's tokens;
+    a NaN hides everything."""
     return n == 1 or any(isinstance(owner, Mapped) for owner in owners) or not any(_is_finite(grad) for grad in grads)
 
 

@@ -9,6 +9,7 @@ Three ways to the norms, each exact:
 
 from __future__ import annotations
 
+from math import prod
 from typing import Literal
 
 import torch
@@ -35,9 +36,14 @@ def choose(a: Tensor, delta: Tensor, *, want_sum: bool) -> Way:
     return costs.cheaper(n, t, i, o, a.dtype, a.device.type, want_sum=want_sum)
 
 
+def rows(values: Tensor) -> Tensor:
+    """(n, …) as (n, numbers), also where a sample has one number or there is no sample."""
+    return values.reshape(values.shape[0], prod(values.shape[1:]))
+
+
 def squares(values: Tensor) -> Tensor:
     """(n,): the squared norm of each row, accumulated in float32 at least."""
-    flat = values.flatten(1)
+    flat = rows(values)
     if flat.is_complex():
         flat = torch.view_as_real(flat).flatten(1)
     if flat.dtype == wide(flat.dtype):

@@ -33,6 +33,7 @@ class Audit:
         self._n, self._is_data, self._strict = n, is_data, strict
         self._w = torch.rand(n + 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.5
         self._w[n] = 0  # nobody's
+        self.is_complete = True  # whether every rule could be tried
         self.rules: dict[tuple[Node, int], Rule] = {}
         self.followed: dict[tuple[Node, int], bool] = {}  # to the parameter; whether the sum comes with the norms
 
@@ -46,8 +47,9 @@ class Audit:
             for edge, child, output in below(node)
             if (rule := find(node, edge)) is not None and (is_leaf(child) or not self._is_data(child))
         ]
-        if not found or not bool(delta.isfinite().all()):
+        if not found:
             return
+        delta = torch.where(delta.isfinite(), delta, 1)
         truth: list[Tensor | None] | None = None
         for edge, rule, child, output in found:
             if delta.dtype != torch.float64 and _leaf_dtype(child) == torch.float64:
@@ -62,7 +64,9 @@ class Audit:
             assert wanted is not None
             off = (kind.weighted_sum(self._w[: self._n].to(delta.device)) - wanted).norm()
             tolerance = max(_PRECISE.get(dtype, 5e-2) for dtype in (delta.dtype, wanted.dtype))
-            if not bool(off <= tolerance * wanted.norm()) and not bool(
+            if not bool(wanted.isfinite().all()):
+                self.is_complete = False  # a NaN in the data: to be tried again with the next batch
+            elif not bool(off <= tolerance * wanted.norm()) and not bool(
                 off <= tolerance * _without_cancelling(node, grads, edge)
             ):
                 self._mismatch(rule, node)

@@ -62,7 +62,8 @@ def learn(
             raise
         everywhere = False
         swept = _sweep(cut, n, known, looked_at, setting, audit)
-    return _plan(cut, swept, n, nodes, setting, audit, lasting=everywhere)
+    lasting = everywhere and (audit is None or audit.is_complete)
+    return _plan(cut, swept, n, nodes, setting, audit, lasting=lasting)
 
 
 Count = Callable[[Mapping[Edge, Layout]], int]

@@ -1,5 +1,5 @@
-"""Is this the graph that was learnt? Names, edges, shapes, everything that nodes have saved which is no tensor (a roll's
-shift, a select's index), and the parameters by name."""
+"""Is this the graph that was learnt? Names, edges, shapes, everything that nodes have saved which is no tensor (a
+roll's shift, a select's index), and the parameters by name."""
 
 from __future__ import annotations
 

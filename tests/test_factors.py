@@ -1,0 +1,361 @@
+"""Rules, factors, reducers: every read against its dense twin, and plans that are never stale."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from reference import per_sample_gradients
+from test_gradients import IDS, IMAGES, NETS, SEQUENCES, Adapted, D, Experts, N, T, mlp, scalar
+from torch import nn
+from torch.nn import functional as F
+
+import unsum
+from unsum.errors import InteractionError, SamplesError, UnsupportedError
+from unsum.testing import laws
+
+
+def made(make, x):
+    def again():
+        torch.manual_seed(0)
+        return make().double(), x
+
+    return again
+
+
+class Using(nn.Module):
+    """One parameter, used by a function."""
+
+    def __init__(self, shape, use):
+        super().__init__()
+        self.p, self.use = nn.Parameter(torch.randn(shape)), use
+
+    def forward(self, x):
+        return self.use(x, self.p)
+
+
+def conv(kind, *args, **kwargs):
+    return lambda: kind(*args, bias=False, **kwargs)
+
+
+VOLUMES = torch.randn(N, 2, 5, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+RULES = {
+    "linear, two dimensions": ("linear.mm", lambda: nn.Linear(D, 3, bias=False), SEQUENCES[:, 0]),
+    "linear, bias": ("linear.addmm", lambda: nn.Linear(D, 3), SEQUENCES),
+    "Conv1D as in GPT-2": ("linear.addmm", lambda: Using((D, 3), lambda x, p: torch.addmm(p[:1].sum(0), x.flatten(0, 1), p).view(N, T, 3)), SEQUENCES),
+    "transposed twice": ("linear.mm", lambda: Using((D, 3), lambda x, p: x @ p.T.contiguous().T), SEQUENCES),
+    "slices of a weight": ("linear.mm", lambda: Using((9, D), lambda x, p: torch.cat([x @ p[:4].T, x @ p[4:].T.sin().asin()], -1)), SEQUENCES),
+    "chunks of a weight": ("linear.mm", lambda: Using((9, D), lambda x, p: (x @ p.chunk(3)[1].T) * (x @ p.split([2, 3, 4])[2].T)[..., :3]), SEQUENCES),
+    "a weight used twice": ("linear.mm", lambda: Using((D, D), lambda x, p: torch.tanh(x @ p) @ p), SEQUENCES),
+    "time first": ("linear.mm", lambda: Using((D, 3), lambda x, p: (x.transpose(0, 1) @ p).transpose(0, 1)), SEQUENCES),
+    "embedding": ("lookup.embedding", lambda: nn.Embedding(20, D, padding_idx=3), IDS),
+    "layer norm": ("norm.layer_norm_scale", lambda: nn.LayerNorm((T, D)), SEQUENCES),
+    "RMS norm": ("", lambda: nn.RMSNorm(D), SEQUENCES),
+    "group norm": ("norm.group_norm_scale", lambda: nn.GroupNorm(1, 3), IMAGES),
+    "batch norm in eval mode": ("norm.batch_norm_scale", lambda: nn.BatchNorm2d(3).eval(), IMAGES),
+    "gain": ("elementwise", lambda: Using((D,), lambda x, p: x * p), SEQUENCES),
+    "gain before": ("elementwise", lambda: Using((1, 1, D), lambda x, p: p * x), SEQUENCES),
+    "channel gain": ("elementwise", lambda: Using((3, 1, 1), lambda x, p: p * x), IMAGES),
+    "scalar gain": ("elementwise", lambda: Using((), lambda x, p: x * p), SEQUENCES),
+    "shift": ("elementwise", lambda: Using((T, 1), lambda x, p: x - p), SEQUENCES),
+    "positions": ("elementwise", lambda: Using((1, T, D), lambda x, p: torch.add(x, p, alpha=2)), SEQUENCES),
+    "class token": ("elementwise", lambda: Using((1, 1, D), lambda x, p: torch.cat([p.expand(N, 1, D), x], 1)), SEQUENCES),
+    "convolution": ("convolution", conv(nn.Conv2d, 3, 4, 3, padding=1), IMAGES),
+    "convolution, stride and dilation": ("convolution", conv(nn.Conv2d, 3, 4, 3, stride=2, dilation=2, padding=(1, 2)), IMAGES),
+    "convolution, groups": ("convolution", conv(nn.Conv2d, 3, 6, (3, 1), groups=3), IMAGES),
+    "convolution, circular": ("convolution", conv(nn.Conv2d, 3, 4, 3, padding=2, padding_mode="circular"), IMAGES),
+    "convolution, same": ("convolution", conv(nn.Conv2d, 3, 4, 4, padding="same", padding_mode="reflect"), IMAGES),
+    "convolution 1×1": ("convolution", conv(nn.Conv2d, 3, 4, 1, stride=2), IMAGES),
+    "convolution in one dimension": ("convolution", conv(nn.Conv1d, T, 4, 3), SEQUENCES),
+    "convolution in three": ("convolution", conv(nn.Conv3d, 2, 3, 2, stride=2, padding=1), VOLUMES),
+    "transposed convolution": ("convolution", conv(nn.ConvTranspose2d, 3, 4, 3, stride=2, padding=1, output_padding=1), IMAGES),
+    "transposed, groups": ("convolution", conv(nn.ConvTranspose2d, 3, 6, 3, groups=3, dilation=2), IMAGES),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_read_and_reducer_of_a_rule(name):
+    rule, make, x = RULES[name]
+    laws(made(make, x), None if name.startswith(("slices", "Conv1D")) else rule)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_every_read_and_reducer_of_whole_networks(name):
+    if name == "complex":
+        pytest.skip("reads of complex parameters are formed")
+    make, x = NETS[name]
+    laws(made(make, x))
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [unsum.packed(torch.tensor([0, 5, 6, 17, 24])), torch.tensor([7, 3, 7, -1]), torch.arange(N * T).view(N, T) // 5 - 1],
+    ids=["packed", "groups", "documents"],
+)  # fmt: skip
+def test_every_read_of_unequal_samples(samples):
+    x = SEQUENCES.reshape(1, -1, D) if isinstance(samples, unsum.samples.Ids) else SEQUENCES
+    laws(made(lambda: nn.Sequential(nn.Linear(D, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3)), x), samples=samples)
+    model = mlp()
+    with unsum.gradients(model, samples=samples) as g:
+        model(x).square().sum().backward()
+    f = g["0.weight"]
+    assert f.a.shape[:2] == f.delta.shape[:2] == (len(g.ids), int(f.lengths.max()))
+
+
+def test_the_seeds_example():
+    layer = nn.Linear(3, 2, bias=False).double()
+    with unsum.gradients(layer) as g:
+        out = layer(torch.tensor([[3.0, 4.0, 5.0]]).double())
+        out.backward(torch.tensor([[1.0, 2.0]]).double())
+    f = g["weight"]
+    assert f.delta.tolist() == [[1, 2]] and f.a.tolist() == [[3, 4, 5]]
+    assert f.per_sample()[0].flatten().tolist() == torch.kron(f.delta[0], f.a[0]).tolist() == [3, 4, 5, 6, 8, 10]
+    torch.testing.assert_close(f.sum(), layer.weight.grad)
+    wide = nn.Linear(4096, 4096, bias=False)
+    with unsum.gradients(wide) as g:
+        wide(torch.randn(2, 4096)).sum().backward()
+    assert "8,192 of 16,777,216" in g.coverage()
+
+
+def test_weight_gradients_come_from_the_same_product():
+    """With Norms, torch is spared the products of weights; `.grad` and all who listen get them all the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, 64), nn.Tanh(), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 3))
+    plain, x, heard = copy.deepcopy(model), SEQUENCES.float(), []
+    model[2].weight.register_hook(lambda g: heard.append("tensor"))
+    model[4].weight.register_post_accumulate_grad_hook(lambda p: heard.append("accumulated"))
+    for step in range(3):
+        heard.clear()
+        with unsum.gradients(model, unsum.Norms()) as g:
+            scalar(model, x).backward()
+        scalar(plain, x).backward()  # added to what is there
+        assert sorted(heard) == ["accumulated", "tensor"]
+        for ours, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, wanted.grad, rtol=1e-4, atol=1e-6)
+    before = [p.grad.clone() for p in model.parameters()]
+    with unsum.gradients(model, unsum.Norms(), grad=False) as h:
+        scalar(model, x).backward()
+    assert all(torch.equal(p.grad, kept) for p, kept in zip(model.parameters(), before, strict=True))
+    torch.testing.assert_close(h[unsum.Norms].norms(), g[unsum.Norms].norms())
+
+
+def test_with_reducers_nothing_is_kept_unless_asked():
+    model = mlp()
+    with unsum.gradients(model, unsum.Norms()) as g:
+        scalar(model, SEQUENCES).backward()
+    with pytest.raises(SamplesError, match="keep=True"):
+        g["0.weight"]
+    with pytest.raises(SamplesError, match="keep=True"):
+        g.norms()
+    with pytest.raises(KeyError, match="Norms"):
+        g[unsum.Project]
+    with unsum.gradients(model, unsum.Norms(), keep=True) as g:
+        scalar(model, SEQUENCES).backward()
+    torch.testing.assert_close(g[unsum.Norms].norms(), g.norms())
+    with pytest.raises(unsum.errors.OptionError, match="no reducer"):
+        unsum.gradients(model, unsum.Norms)
+    norms = unsum.Norms()
+    with unsum.gradients(model, norms) as g:
+        loss = scalar(model, SEQUENCES)
+        loss.backward(retain_graph=True)
+        with pytest.raises(SamplesError, match="second backward"):
+            loss.backward()
+
+
+def test_reducers_over_micro_batches_and_a_reducer_of_ones_own():
+    class Largest:
+        """The largest entry of each sample's gradient."""
+
+        def begin(self, n, again):
+            self.found = torch.zeros(n, dtype=torch.float64)
+
+        def take(self, name, factors):
+            self.found = torch.maximum(self.found, factors.per_sample().flatten(1).abs().amax(1))
+
+        def end(self, left):
+            self.left = left
+
+    model = mlp()
+    truth = per_sample_gradients(model, scalar, SEQUENCES)
+    largest, norms, project = Largest(), unsum.Norms(), unsum.Project(2)
+    with unsum.gradients(model, norms, project, largest) as g:
+        for part in SEQUENCES.split(2):
+            scalar(model, part).backward()
+    flat = torch.cat([t.flatten(1) for t in truth.values()], 1)
+    torch.testing.assert_close(g[norms].norms(), flat.norm(dim=1))
+    torch.testing.assert_close(g[largest].found, flat[2:].abs().amax(1))
+    assert g[project].matrix().shape == (N, 4 * 3 + 3) and largest.left == []
+
+
+def test_projections_keep_inner_products_on_average():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, 30), nn.Tanh(), nn.Linear(30, 3)).double()
+    sums = []
+    for seed in range(300):
+        with unsum.gradients(model, unsum.Project(k=3, seed=seed), keep=True) as g:
+            scalar(model, SEQUENCES).backward()
+        p = g[unsum.Project].matrix()
+        sums.append(p @ p.T)
+    mean, wanted = torch.stack(sums).mean(0), g.dot(g)
+    assert (mean - wanted).norm() < 0.15 * wanted.norm()
+
+
+def test_kronecker_and_token_norms_leave_padding_and_odd_positions_out():
+    class Padded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.fc, self.places = nn.Embedding(20, D), nn.Linear(D, 4), nn.Parameter(torch.randn(1, T, D))
+
+        def forward(self, ids):
+            return self.fc(self.table(ids) + self.places)
+
+    model = Padded().double()
+    mask = torch.arange(T) < torch.tensor([3, 6, 1, 4])[:, None]
+    kron, tokens = unsum.Kronecker(), unsum.TokenNorms()
+    with (
+        unsum.gradients(model, kron, tokens, keep=True) as g,
+        unsum.capture(model, "fc:input", "fc:grad_output") as got,
+    ):
+        (model(IDS).square().sum(-1) * mask).sum().backward()
+    a, delta = got["fc:input"][mask], got["fc:grad_output"][mask]
+    torch.testing.assert_close(kron.factors()["fc.weight"], (a.T @ a, delta.T @ delta))
+    assert set(kron.left_out) == {"table.weight", "places", "fc.bias"}
+    assert tokens.left_out == ["places"] and tokens.norms().shape == (N, T)
+    assert ((tokens.norms() > 0) == mask).all()
+
+
+# ---- plans --------------------------------------------------------------------------------------------------------
+
+
+def learnings(monkeypatch):
+    """Counts how often a graph is learnt."""
+    from unsum import gradients as module
+
+    counted, real = [], module.__globals__["learn"] if hasattr(module, "__globals__") else None
+    monkeypatch.setitem(module.__globals__, "learn", lambda *args: counted.append(1) or real(*args))
+    return counted
+
+
+def test_a_layout_is_learnt_once(monkeypatch):
+    counted, model = learnings(monkeypatch), mlp()
+    for step in range(4):
+        x = torch.randn(N + step % 2, T, D, dtype=torch.float64)
+        truth = per_sample_gradients(model, scalar, x)
+        with unsum.gradients(model) as g:
+            scalar(model, x).backward()
+        for name, wanted in truth.items():
+            torch.testing.assert_close(g[name].per_sample(), wanted)
+        with torch.no_grad():
+            for p in model.parameters():
+                p += 0.1 * torch.randn_like(p)
+    assert len(counted) == 2  # two batch sizes
+    model.load_state_dict({k: torch.randn_like(v) for k, v in model.state_dict().items()}, assign=True)
+    for p in model.parameters():
+        p.requires_grad_()
+    truth = per_sample_gradients(model, scalar, SEQUENCES)
+    with unsum.gradients(model) as g:
+        scalar(model, SEQUENCES).backward()
+    for name, wanted in truth.items():
+        torch.testing.assert_close(g[name].per_sample(), wanted)
+    model[0].weight.requires_grad_(False)
+    with unsum.gradients(model) as g:
+        scalar(model, SEQUENCES).backward()
+    torch.testing.assert_close(g["0.bias"].per_sample(), truth["0.bias"])
+
+
+class Shuffled(nn.Module):
+    """Samples change places inside: by a permutation, by sorting, by a roll whose shift changes."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.a, self.b, self.how, self.step = nn.Linear(D, D), nn.Linear(D, 3), how, 0
+
+    def forward(self, x):
+        self.step += 1
+        h = torch.tanh(self.a(x))
+        if self.how == "roll":
+            return self.b(h.roll(self.step, 0)).roll(-self.step, 0)
+        order = torch.randperm(len(x)) if self.how == "permuted" else x[:, 0, 0].argsort()
+        if self.how == "one-hot":
+            dispatch = F.one_hot(torch.randperm(len(x)), len(x)).to(h)
+            return torch.einsum("nm,mtd->ntd", dispatch.T, self.b(torch.einsum("nm,mtd->ntd", dispatch, h)))
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        if self.how == "gathered":
+            index = order[:, None, None].expand_as(h)
+            return self.b(h.gather(0, index))[back]
+        return self.b(h[order])[back]
+
+
+@pytest.mark.parametrize("how", ["roll", "permuted", "sorted", "gathered", "one-hot", "experts", "adapter"])
+def test_a_plan_is_never_stale(how):
+    torch.manual_seed(0)
+    model = {"experts": Experts, "adapter": lambda: nn.Sequential(Adapted(), Adapted())}.get(
+        how, lambda: Shuffled(how)
+    )().double()
+    for step in range(4):
+        x = torch.randn(N, T, D, dtype=torch.float64)
+        if isinstance(model, Shuffled):
+            model.step = 0
+        truth = per_sample_gradients(model, scalar, x)
+        if isinstance(model, Shuffled):
+            model.step = step
+        with unsum.gradients(model) as g:
+            scalar(model, x).backward()
+        for name, wanted in truth.items():
+            torch.testing.assert_close(g[name].per_sample(), wanted, msg=f"{name}, step {step}")
+        with torch.no_grad():
+            for p in model.parameters():
+                p += 0.1 * torch.randn_like(p)
+
+
+def test_an_interaction_is_found_after_plans_were_made():
+    model = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(T), nn.Linear(D, 3)).double().eval()
+    for _ in range(2):
+        with unsum.gradients(model):
+            scalar(model, SEQUENCES).backward()
+    model.train()
+    with pytest.raises(InteractionError):
+        with unsum.gradients(model):
+            scalar(model, SEQUENCES).backward()
+
+
+def test_a_rule_that_is_wrong_is_found_out(monkeypatch):
+    from unsum.rules import registry
+
+    right = registry.RULES["AddmmBackward0", 2]
+    wrong = registry.Rule("linear.addmm", right.features, lambda call: right.make(call).times(2.0))
+    monkeypatch.setitem(registry.RULES, ("AddmmBackward0", 2), wrong)
+    model = mlp()
+    truth = per_sample_gradients(model, scalar, SEQUENCES)
+    with pytest.raises(UnsupportedError, match=r"linear\.addmm.*AddmmBackward0"):
+        with unsum.gradients(model, strict=True):
+            scalar(model, SEQUENCES).backward()
+    with pytest.warns(UserWarning, match=r"linear\.addmm.*torch"), unsum.gradients(model) as g:
+        scalar(model, SEQUENCES).backward()
+    torch.testing.assert_close(g["0.weight"].per_sample(), truth["0.weight"])
+    assert "replay" in g.coverage()
+
+
+def test_a_nan_in_one_sample_leaves_the_others_right():
+    model, x = mlp(), SEQUENCES.clone()
+    truth = per_sample_gradients(model, scalar, x)
+    for _ in range(2):
+        x[2, 1, 3] = torch.nan
+        with unsum.gradients(model) as g:
+            scalar(model, x).backward()
+        assert g.norms()[2].isnan() and g.norms()[[0, 1, 3]].isfinite().all()
+        for name, wanted in truth.items():
+            torch.testing.assert_close(g[name].per_sample()[[0, 1, 3]], wanted[[0, 1, 3]])
+
+
+def test_memory_is_flat_over_many_steps_of_two_layouts():
+    model = mlp()
+    live = []
+    for step in range(200):
+        with unsum.gradients(model, unsum.Norms()):
+            scalar(model, SEQUENCES[: 2 + step % 2]).backward()
+        if step in (20, 199):
+            gc.collect()
+            live.append(sum(isinstance(o, torch.Tensor) for o in gc.get_objects()))
+    assert live[1] <= live[0]
