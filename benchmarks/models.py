@@ -43,7 +43,7 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
 
     def embed(self, x: Tensor) -> Tensor:
-        return self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+        return self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device).expand_as(x))
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
@@ -54,3 +54,50 @@ class GPT(nn.Module):
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Residual(nn.Module):
+    """Two convolutions and a way round them, as in ResNet-18, with GroupNorm."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.norm1 = nn.GroupNorm(8, outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norm2 = nn.GroupNorm(8, outputs)
+        same = stride == 1 and inputs == outputs
+        self.round = None if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        return F.relu(h + (x if self.round is None else self.round(x)))
+
+
+class CNN(nn.Module):
+    """Like ResNet-18, for small images."""
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.GroupNorm(8, 64)
+        widths = [64, 64, 64, 128, 128, 256, 256, 512, 512]
+        strides = [1, 1, 2, 1, 2, 1, 2, 1]
+        self.blocks = nn.Sequential(
+            *(Residual(a, b, s) for a, b, s in zip(widths[:-1], widths[1:], strides, strict=True))
+        )
+        self.head = nn.Linear(512, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.max_pool2d(F.relu(self.norm(self.stem(x))), 2)
+        return self.head(self.blocks(h).mean((2, 3)))
+
+
+class RecurrentLM(nn.Module):
+    """A language model with an LSTM."""
+
+    def __init__(self, *, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.tokens, self.rnn = nn.Embedding(vocabulary, width), nn.LSTM(width, width, batch_first=True)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(self.tokens(x))[0])

@@ -6,11 +6,11 @@ import gc
 import pytest
 import torch
 from reference import per_sample_gradients
-from test_gradients import IDS, IMAGES, NETS, SEQUENCES, Adapted, D, Experts, N, T, mlp, scalar
 from torch import nn
 from torch.nn import functional as F
 
 import unsum
+from test_gradients import IDS, IMAGES, NETS, SEQUENCES, Adapted, D, Experts, N, T, mlp, scalar
 from unsum.errors import InteractionError, SamplesError, UnsupportedError
 from unsum.testing import laws
 
@@ -124,7 +124,7 @@ def test_weight_gradients_come_from_the_same_product():
     plain, x, heard = copy.deepcopy(model), SEQUENCES.float(), []
     model[2].weight.register_hook(lambda g: heard.append("tensor"))
     model[4].weight.register_post_accumulate_grad_hook(lambda p: heard.append("accumulated"))
-    for step in range(3):
+    for _ in range(3):
         heard.clear()
         with unsum.gradients(model, unsum.Norms()) as g:
             scalar(model, x).backward()
@@ -155,7 +155,7 @@ def test_with_reducers_nothing_is_kept_unless_asked():
     with pytest.raises(unsum.errors.OptionError, match="no reducer"):
         unsum.gradients(model, unsum.Norms)
     norms = unsum.Norms()
-    with unsum.gradients(model, norms) as g:
+    with unsum.gradients(model, norms):
         loss = scalar(model, SEQUENCES)
         loss.backward(retain_graph=True)
         with pytest.raises(SamplesError, match="second backward"):

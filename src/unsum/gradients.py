@@ -331,6 +331,10 @@ class GradientsBlock:
             found = torch.zeros_like(received) if found is None else found
             bad = torch.where(found.isfinite(), torch.inf, 0.0)
             missing = float(torch.where(received.isfinite(), (received - found).abs(), bad).max())
+            if missing == torch.inf:
+                raise SamplesError(
+                    f"{self._found.by_id[key]}: its gradient is not finite, and whose that is is not known"
+                )
             if not missing <= self._rounding * scale:
                 raise _unseen(self._found.by_id[key], f" ({missing:.1e} of {scale:.1e})")
 

@@ -35,12 +35,8 @@ class Scale:
     @cached_property
     def _values(self) -> Tensor:
         wanted = wide(self.dtype or self.delta.dtype)
-        if self.x is None:
-            summed = self.delta.sum(1, dtype=wanted)
-        elif self.delta.shape[1] == 1 or (x := self.x()).dtype != self.delta.dtype:
-            summed = (self.delta * self.x()).sum(1, dtype=wanted)
-        else:
-            summed = torch.einsum("nt...,nt...->n...", self.delta, x).to(wanted)
+        each = self.delta if self.x is None else self.delta * self.x()
+        summed = each.sum(1, dtype=wanted)
         return summed.sum_to_size(self._broadcast()).reshape(self.n, *self.shape)
 
     def _broadcast(self) -> tuple[int, ...]:

@@ -52,19 +52,33 @@ class Codes:
             return table[layout.along()].to(like.device).view(view)
         return table.to(like.device)[layout.owner(like.device).long()]
 
-    def read(self, plain: Tensor, scaled: list[Tensor]) -> Layout | None:
-        """Whose each position is, from a gradient and its copies; None where positions mix samples."""
+    def read(self, plain: Tensor, scaled: list[Tensor], *, only_regular: bool = False) -> Layout | None:
+        """Whose each position is, from a gradient and its copies; None where positions mix samples, or where the layout
+        is not regular though that alone is asked for."""
         if not plain.numel():
-            return complete(torch.zeros(plain.shape), self.n)
-        fitting = self._fitting(plain, scaled)
-        if fitting is not None:
+            return None if only_regular else complete(torch.zeros(plain.shape), self.n)
+        size = torch.where(plain.isfinite(), plain.abs(), 0).max()
+        some = _some(plain.numel(), plain.device)
+        owner = self._owner(plain.reshape(-1)[some], [value.reshape(-1)[some] for value in scaled], size)
+        if owner is None:
+            return None  # a few positions have shown it
+        fitting = self._fitting(plain, scaled, some, owner)
+        if fitting is not None or only_regular:
             return fitting
-        owner = self._owner(plain, scaled)
+        owner = self._owner(plain, scaled, size)
         return None if owner is None else complete(owner, self.n)
 
-    def _fitting(self, plain: Tensor, scaled: list[Tensor]) -> Regular | None:
-        """The one regular layout that explains the copies, if there is one: a comparison or two."""
-        fitting = [layout for layout in regular(tuple(plain.shape), self.n) if self._explains(layout, plain, scaled)]
+    def _fitting(self, plain: Tensor, scaled: list[Tensor], some: Tensor, owner: Tensor) -> Regular | None:
+        """The one regular layout that explains the copies, if there is one: those that do not explain a few positions
+        need not be tried on all."""
+        shape = tuple(plain.shape)
+        places = torch.stack(torch.unravel_index(some, shape)) if shape else some[None]
+        possible = [
+            layout
+            for layout in regular(shape, self.n)
+            if bool(((places[layout.dim] // layout.block % self.n == owner) | (owner == UNSEEN)).all())
+        ]
+        fitting = [layout for layout in possible if self._explains(layout, plain, scaled)]
         return fitting[0] if len(fitting) == 1 else None
 
     def _explains(self, layout: Regular, plain: Tensor, scaled: list[Tensor]) -> bool:
@@ -81,21 +95,21 @@ class Codes:
                 return False
         return True
 
-    def _owner(self, plain: Tensor, scaled: list[Tensor]) -> Tensor | None:
+    def _owner(self, plain: Tensor, scaled: list[Tensor], size: Tensor) -> Tensor | None:
+        """The owner of each position, or None where they mix; `size` is that of the largest gradient."""
         tolerance, small = TOLERANCE.get(plain.dtype, (2e-2, 1e-3))
         finite = plain.isfinite()
         for value in scaled:
             finite = finite & value.isfinite()
         seen = (plain != 0) & finite
-        size = torch.where(finite, plain.abs(), 0)
-        tiny = size <= small * size.max()
+        tiny = torch.where(finite, plain.abs(), 0) <= small * size
         clear = seen  # where the ratio spells an owner; elsewhere it must be too small to matter
         owner = torch.zeros(plain.shape, dtype=torch.long, device=plain.device)
         nobody = seen
         for copy, value in enumerate(scaled):
             # Not seen though it is there, unless it is an underflow.
             there = torch.where(finite & ~seen, value.abs(), 0)
-            if bool((there > small * torch.where(finite, value.abs(), 0).max()).any()):
+            if bool((there > small * size * self.tables[copy].max()).any()):
                 return None
             ratio = torch.where(seen, value / torch.where(seen, plain, 1), 1)
             real = (ratio.real if ratio.is_complex() else ratio).double()
@@ -130,3 +144,10 @@ class Codes:
         inside = (index >= 0) & (index < size) & (digit != 0)
         # A digit of 0 is nobody's, in all copies or in none.
         return owner + torch.where(inside, index * STEP**copy, self.n), nobody, clear & (inside | (digit == 0))
+
+
+def _some(count: int, device: torch.device) -> Tensor:
+    """A few positions, spread over all."""
+    if count <= 512:
+        return torch.arange(count, device=device)
+    return torch.randint(count, (256,), generator=torch.Generator().manual_seed(count)).to(device)

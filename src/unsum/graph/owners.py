@@ -62,7 +62,7 @@ def sweep(
         streams = front.pop(node, None)
         if streams is None or is_leaf(node):
             continue
-        owners = _read(streams, codes)
+        owners = _read(streams, codes, only_regular=node not in tops and not is_data(node))
         if owners is not None and node not in tops and not is_data(node) and _is_chance(owners, n, streams[0]):
             owners = None
         if owners is None:
@@ -96,14 +96,15 @@ def _add(front: Front, node: Node, output: int, stream: int, value: Tensor, copi
     front[node][stream][output] = value if known is None else known + value
 
 
-def _read(streams: list[list[Tensor | None]], codes: Codes) -> Owners | None:
+def _read(streams: list[list[Tensor | None]], codes: Codes, *, only_regular: bool = False) -> Owners | None:
     """The owners of a node's positions, from its gradients in all streams; None where they have none."""
     owners: Owners = []
     for plain, *scaled in zip(*streams, strict=True):
         if plain is None:
             owners.append(None)
             continue
-        layout = codes.read(plain, [torch.zeros_like(plain) if copy is None else copy for copy in scaled])
+        copies = [torch.zeros_like(plain) if copy is None else copy for copy in scaled]
+        layout = codes.read(plain, copies, only_regular=only_regular)
         if layout is None:
             return None
         owners.append(layout)

@@ -37,7 +37,7 @@ class Rows:
 
     def remember(self, tensor: Tensor, owners: Layout) -> None:
         """The owners of this tensor are known."""
-        if tensor.layout != torch.strided or not tensor.numel():
+        if tensor.layout != torch.strided or not tensor.numel() or torch._debug_has_internal_overlap(tensor) == 1:
             return
         try:
             storage = StorageWeakRef(tensor.untyped_storage())

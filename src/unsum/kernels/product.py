@@ -46,8 +46,6 @@ def squares(values: Tensor) -> Tensor:
     flat = rows(values)
     if flat.is_complex():
         flat = torch.view_as_real(flat).flatten(1)
-    if flat.dtype == wide(flat.dtype):
-        return torch.linalg.vecdot(flat, flat)
     return torch.linalg.vector_norm(flat, dim=1, dtype=wide(flat.dtype)).square()
 
 
@@ -70,6 +68,8 @@ def gram(a: Tensor, delta: Tensor, other_a: Tensor, other_delta: Tensor) -> Tens
 def norms_and_sum(a: Tensor, delta: Tensor, *, want_sum: bool) -> tuple[Tensor, Tensor | None]:
     """The squared norms (n,) and, from the same product, the sum over samples (o, i)."""
     (n, _, i), o = a.shape, delta.shape[-1]
+    if a.device.type == "cpu" and o * i >= 1 << 15 and n:
+        return _one_by_one(a, delta, want_sum=want_sum)
     sq = torch.zeros(n, dtype=wide(a.dtype), device=a.device)
     rows = o if n * o * i <= TILE else max(ALIGNED, TILE // max(n * i, 1) // ALIGNED * ALIGNED)
     total = torch.empty(o, i, dtype=wide(a.dtype), device=a.device) if want_sum and rows < o else None
@@ -82,6 +82,19 @@ def norms_and_sum(a: Tensor, delta: Tensor, *, want_sum: bool) -> tuple[Tensor, 
                 return sq, part
             total[first : first + rows] = part
     return sq, total
+
+
+def _one_by_one(a: Tensor, delta: Tensor, *, want_sum: bool) -> tuple[Tensor, Tensor | None]:
+    """One sample's gradient at a time, in memory that stays in the processor's cache."""
+    each = torch.mm(delta[0].T, a[0])
+    total = each.to(wide(a.dtype), copy=True) if want_sum else None
+    squares = [torch.linalg.vector_norm(each, dtype=wide(a.dtype))]
+    for k in range(1, len(a)):
+        torch.mm(delta[k].T, a[k], out=each)
+        squares.append(torch.linalg.vector_norm(each, dtype=wide(a.dtype)))
+        if total is not None:
+            total.add_(each)
+    return torch.stack(squares).square(), total
 
 
 def dots(a: Tensor, delta: Tensor, other_a: Tensor, other_delta: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ class Forward:
         self._seen = known_forward(self._model, self._key)
         self._watch(self._seen is None)
         k = self._samples.k if isinstance(self._samples, sample_maps.Dim) else 0
-        self._n = next((t.shape[k] for t in given if t.dim() > k), None)
+        self._n = _number(given, k)
         if not self._is_data(given):
             self._n = None  # positions, say: what comes of them belongs to nobody
 
@@ -223,3 +223,16 @@ class Forward:
             if start <= number < end:
                 return name
         return ""
+
+
+def _number(given: Sequence[Tensor], k: int) -> int | None:
+    """How many samples there are: the size of that dimension of the first tensor that has it. But where that may be
+    rows of all samples after each other (patches of images), and token ids say how many samples, they are right."""
+    first = next((t for t in given if t.dim() > k), None)
+    if first is None:
+        return None
+    n: int = first.shape[k]
+    ids = [t.shape[k] for t in given if t.dim() == 2 and not t.is_floating_point() and t.shape[0] != t.shape[1]]
+    if k == 0 and first.is_floating_point() and len(ids) > 1 and len(set(ids)) == 1 and 0 < ids[0] < n:
+        return ids[0] if n % ids[0] == 0 else n
+    return n

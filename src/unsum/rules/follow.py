@@ -33,6 +33,8 @@ def follow(kind: Kind, node: Node, output: int, shape: tuple[int, ...]) -> Kind 
     turns = name == "TBackward0" or (name == "TransposeBackward0" and len(shape) == 2) or _swaps(node, name, shape)
     if turns:
         return _turned(kind, shape)
+    if name == "EmbeddingBackward0" and isinstance(kind, Dense | Scale):
+        return _looked_up(kind, node, shape)
     if name == "SliceBackward0":
         return _sliced(kind, shape, *_slice_of(node, shape))
     if name in ("SplitBackward0", "SplitWithSizesBackward0"):
@@ -62,6 +64,16 @@ def _turned(kind: Kind, shape: tuple[int, ...]) -> Kind | None:
     if isinstance(kind, Dense | Scale):
         return Dense(kind.per_sample().mT.reshape(kind.n, *shape))
     return None
+
+
+def _looked_up(kind: Dense | Scale, node: Node, shape: tuple[int, ...]) -> Kind | None:
+    """Rows of a table that belong to nobody, such as positions: what they get goes back to the table."""
+    padding, ids = node._saved_padding_idx, node._saved_indices
+    if node._saved_scale_grad_by_freq or 0 <= padding < shape[0]:
+        return None
+    values = kind.per_sample().reshape(kind.n, -1, shape[1])
+    table = values.new_zeros(kind.n, *shape)
+    return Dense(table.index_add_(1, ids.flatten(), values))
 
 
 def _slice_of(node: Node, shape: tuple[int, ...]) -> tuple[int, int, int, int]:

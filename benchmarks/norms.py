@@ -1,0 +1,303 @@
+"""What the norms of all per-sample gradients cost, with `.grad` as ever, over a plain training step.
+
+    python benchmarks/norms.py [--quick] [--json PATH] [--device cuda] [--threads N] [--only NAME]
+
+The unit is one training step: forward, loss (a sum over samples), backward. In each repetition every way makes one
+step, in random order, and its time is divided by that of the plain step of the same repetition; shown are the median of
+these ratios and their quartiles. "plain, again" is the noise. "first batch" is the step in which unsum learns the
+layout. Norms of every way are compared with those of gradients that were computed one sample at a time.
+
+Peers take part where they are installed: Opacus (per-sample gradients by hooks; ghost norms, the first of its two
+backwards), torch.func (vmap of grad), BackPACK (BatchL2Grad).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import importlib.util
+import json
+import random
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import unsum
+from capture_overhead import machine, now, ratios
+from models import CNN, GPT, RecurrentLM
+from unsum.plan.plan import forget
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+def token_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten(), reduction="sum")
+
+
+def class_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y, reduction="sum")
+
+
+def gpt(depth: int, width: int, length: int, batch: int, vocabulary: int, heads: int) -> Callable[[str], Any]:
+    def make(device: str) -> tuple[nn.Module, Loss, Tensor, Tensor]:
+        model = GPT(width=width, length=length, depth=depth, heads=heads, vocabulary=vocabulary)
+        x, y = torch.randint(vocabulary, (2, batch, length))
+        return model, token_loss, x, y
+
+    return make
+
+
+def cnn(device: str) -> tuple[nn.Module, Loss, Tensor, Tensor]:
+    return CNN(), class_loss, torch.randn(32, 3, 64, 64), torch.randint(10, (32,))
+
+
+def lstm(device: str) -> tuple[nn.Module, Loss, Tensor, Tensor]:
+    x, y = torch.randint(1000, (2, 16, 64))
+    return RecurrentLM(vocabulary=1000, width=256), token_loss, x, y
+
+
+CPU = {
+    "GPT L=4 d=256 T=128 B=16": gpt(4, 256, 128, 16, 1000, 4),
+    "GPT L=2 d=512 T=64 B=32": gpt(2, 512, 64, 32, 1000, 8),
+    "CNN like ResNet-18, 64×64, B=32, GroupNorm": cnn,
+    "LSTM language model": lstm,
+}
+CUDA = {
+    "GPT-2 small shape B=16 T=1024": gpt(12, 768, 1024, 16, 50304, 12),
+    "GPT L=8 d=2048 B=8 T=2048": gpt(8, 2048, 2048, 8, 32000, 16),
+    "GPT-2 small shape B=8 T=128": gpt(12, 768, 128, 8, 50304, 12),
+}
+
+
+# ---- ways -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Way:
+    name: str
+    model: nn.Module
+    step: Callable[[nn.Module, Tensor, Tensor], Tensor | None]  # the squared norms (n,)
+
+
+def plain(loss: Loss) -> Callable[..., None]:
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        loss(model, x, y).backward()
+
+    return step
+
+
+def with_unsum(loss: Loss, *, anew: bool = False) -> Callable[..., Tensor]:
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        if anew:
+            forget(model)
+        with unsum.gradients(model, unsum.Norms()) as g:
+            loss(model, x, y).backward()
+        return g[unsum.Norms].sq_norms()
+
+    return step
+
+
+def opacus_hooks(model: nn.Module, loss: Loss) -> Way:
+    from opacus import GradSampleModule
+
+    wrapped = GradSampleModule(copy.deepcopy(model), loss_reduction="sum", strict=False)
+
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss(model, x, y).backward()
+        squares = [p.grad_sample.flatten(1).float().square().sum(1) for p in model.parameters()]
+        for p in model.parameters():
+            p.grad_sample = None
+        return torch.stack(squares).sum(0)
+
+    return Way("Opacus, per-sample gradients", wrapped, step)
+
+
+def opacus_ghost(model: nn.Module, loss: Loss) -> Way:
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+
+    wrapped = GradSampleModuleFastGradientClipping(
+        copy.deepcopy(model), loss_reduction="sum", max_grad_norm=1.0, use_ghost_clipping=True, strict=False
+    )
+
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss(model, x, y).backward()
+        return model.get_norm_sample().square()
+
+    return Way("Opacus, ghost norms", wrapped, step)
+
+
+def func(model: nn.Module, loss: Loss) -> Way:
+    def one(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        call = lambda given: torch.func.functional_call(model, parameters, (given,))
+        return loss(call, x[None], y[None])
+
+    each = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0, 0), randomness="different")
+
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        detached = {name: p.detach() for name, p in model.named_parameters()}
+        grads = each(detached, x, y)
+        for name, p in model.named_parameters():
+            p.grad = grads[name].sum(0)
+        return torch.stack([g.flatten(1).float().square().sum(1) for g in grads.values()]).sum(0)
+
+    return Way("torch.func, vmap of grad", copy.deepcopy(model), step)
+
+
+def backpack_norms(model: nn.Module, loss: Loss) -> Way:
+    from backpack import backpack, extend
+    from backpack.extensions import BatchL2Grad
+
+    extended = extend(copy.deepcopy(model), use_converter=False)
+
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with backpack(BatchL2Grad()):
+            loss(model, x, y).backward()
+        return torch.stack([p.batch_l2 for p in model.parameters()]).sum(0)
+
+    return Way("BackPACK, BatchL2Grad", extended, step)
+
+
+PEERS = {"opacus": (opacus_hooks, opacus_ghost), "torch": (func,), "backpack": (backpack_norms,)}
+
+
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+
+def truth(model: nn.Module, loss: Loss, x: Tensor, y: Tensor, count: int) -> Tensor:
+    """Squared norms of the first samples' gradients, one at a time."""
+    squares = []
+    for n in range(min(count, len(x))):
+        grads = torch.autograd.grad(
+            loss(model, x[n : n + 1], y[n : n + 1]), list(model.parameters()), allow_unused=True
+        )
+        squares.append(sum(g.float().square().sum() for g in grads if g is not None))
+    return torch.stack(squares)
+
+
+def check(way: Way, x: Tensor, y: Tensor, squares: Tensor, grads: list[Tensor | None]) -> str:
+    way.model.zero_grad(set_to_none=True)
+    found = way.step(way.model, x, y)
+    loose = 0.05 if any(p.dtype == torch.bfloat16 for p in way.model.parameters()) else 1e-3
+    for p, wanted in zip(way.model.parameters(), grads, strict=True):
+        if wanted is not None and p.grad is not None and (p.grad - wanted).norm() > loose * wanted.norm() + 1e-6:
+            return "WRONG .grad"
+    if found is None:
+        return "-"
+    off = (found[: len(squares)].float() / squares - 1).abs().max()
+    return f"off by {off:.0e}" if off < loose else f"WRONG norms, off by {off:.0e}"
+
+
+def memory(way: Way, x: Tensor, y: Tensor) -> int:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    way.model.zero_grad(set_to_none=True)
+    way.step(way.model, x, y)
+    return torch.cuda.max_memory_allocated()
+
+
+def run(name: str, make: Callable[[str], Any], *, device: str, dtype: torch.dtype, seconds: float) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, loss, x, y = make(device)
+    model = model.to(device, dtype)
+    x, y = (t.to(device, dtype) if t.is_floating_point() else t.to(device) for t in (x, y))
+    squares = truth(model, loss, x, y, 4)
+    model.zero_grad()
+    loss(model, x, y).backward()
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    ways = [Way("plain", model, plain(loss)), Way("plain, again", model, plain(loss))]
+    ways += [
+        Way("unsum, Norms", model, with_unsum(loss)),
+        Way("unsum, first batch", model, with_unsum(loss, anew=True)),
+    ]
+    rows: list[dict[str, Any]] = []
+    if device == "cpu":
+        for library, makers in PEERS.items():
+            for maker in makers:
+                label = maker.__name__.replace("_", " ")
+                if importlib.util.find_spec(library) is None:
+                    rows.append({"way": label, "note": "not installed"})
+                    continue
+                try:
+                    way = maker(model, loss)
+                    way.step(way.model, x, y)
+                    ways.append(way)
+                except Exception as error:
+                    rows.append({"way": label, "note": f"fails: {type(error).__name__}: {error}".splitlines()[0][:100]})
+    checked = [check(way, x, y, squares, grads) for way in ways]
+    times: dict[str, list[float]] = {way.name: [] for way in ways}
+    for way in ways:  # warm
+        for _ in range(2):
+            way.step(way.model, x, y)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times["plain"]) < 5:
+        for way in random.sample(ways, len(ways)):
+            way.model.zero_grad(set_to_none=True)
+            start = now(device)
+            way.step(way.model, x, y)
+            times[way.name].append(now(device) - start)
+        gc.collect()
+    gc.enable()
+    peaks = {way.name: memory(way, x, y) for way in ways} if device == "cuda" else {}
+    for way, values in zip(ways, checked, strict=True):
+        row = {"way": way.name, "ms": round(1e3 * statistics.median(times[way.name]), 2),
+               "to_plain": ratios(times, way.name, "plain"), "norms": values}  # fmt: skip
+        if peaks:
+            row["memory"] = round(peaks[way.name] / peaks["plain"], 3)
+        rows.insert(len([r for r in rows if "to_plain" in r]), row)
+    return {"model": name, "repetitions": len(times["plain"]), "rows": rows}
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [f"{result['model']}; {result['repetitions']} repetitions"]
+    lines.append(f"  {'way':<30}{'step, ms':>9}{'to plain':>10}{'25 %':>8}{'75 %':>8}{'memory':>8}  norms")
+    for row in result["rows"]:
+        if "note" in row:
+            lines.append(f"  {row['way']:<30}{row['note']}")
+            continue
+        median, low, high = row["to_plain"].values()
+        peak = f"{row['memory']:.2f}" if "memory" in row else ""
+        lines.append(
+            f"  {row['way']:<30}{row['ms']:>9.2f}{median:>10.3f}{low:>8.3f}{high:>8.3f}{peak:>8}  {row['norms']}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write everything there")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--threads", type=int, default=1, help="of torch on the CPU")
+    parser.add_argument("--only", default="", help="models whose name contains this")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    warnings.simplefilter("ignore")
+    random.seed(0)
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    models = {k: v for k, v in (CUDA if options.device == "cuda" else CPU).items() if options.only in k}
+    about = machine(options.device)
+    print(", ".join(f"{key} {value}" for key, value in about.items()), f"threads {options.threads}", end="\n\n")
+    results = []
+    for name, make in models.items():
+        results.append(run(name, make, device=options.device, dtype=dtype, seconds=5 if options.quick else 40))
+        print(table(results[-1]), end="\n\n", flush=True)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        report = {"machine": about, "device": options.device, "threads": options.threads, "models": results}
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
