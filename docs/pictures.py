@@ -125,8 +125,8 @@ def tell() -> Story:
         story.owners = {node: owners and owners[0].owner() for node, owners in found.owners.items()}
         return found
 
-    def hear_replay(node: Node, grads: Sequence[Tensor], *heard: Any) -> list[Tensor | None]:
-        results = replay(node, grads, *heard)
+    def hear_replay(node: Node, grads: Sequence[Tensor], *heard: Any, **how: Any) -> list[Tensor | None]:
+        results = replay(node, grads, *heard, **how)
         if sweeping:
             story.swept.setdefault(node, []).append(grads[0].clone())
         else:

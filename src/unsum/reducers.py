@@ -107,7 +107,16 @@ class Norms(_Reducer):
 
 
 class TokenNorms(_Reducer):
-    """The norm of each token's part of the gradient, over the parameters whose positions are the input's."""
+    """The norm of each token's part of the gradient, over the parameters whose positions are the input's.
+
+    Examples:
+        >>> import unsum
+        >>> model = torch.nn.Linear(3, 2, bias=False)
+        >>> with unsum.gradients(model, unsum.TokenNorms()) as g:
+        ...     model(torch.ones(4, 5, 3)).sum().backward()
+        >>> g[unsum.TokenNorms].norms().shape
+        torch.Size([4, 5])
+    """
 
     def __init__(self, positions: int | None = None) -> None:
         self._given = positions
@@ -160,7 +169,17 @@ class TokenNorms(_Reducer):
 
 class WeightedSum(_Reducer):
     """Σ w_n G_n of every parameter. With a callable, the weights come from the norms (clipping), which are known only
-    after the backward: the factors are held until then."""
+    after the backward: the factors are held until then.
+
+    Examples:
+        >>> import unsum
+        >>> model = torch.nn.Linear(3, 2, bias=False)
+        >>> with unsum.gradients(model, unsum.WeightedSum(torch.tensor([1.0, 0.5]))) as g:
+        ...     model(torch.ones(2, 3)).sum().backward()
+        >>> g[unsum.WeightedSum].sum()["weight"]
+        tensor([[1.5000, 1.5000, 1.5000],
+                [1.5000, 1.5000, 1.5000]])
+    """
 
     def __init__(self, w: Tensor | Callable[[Tensor], Tensor]) -> None:
         if not callable(w) and (not isinstance(w, Tensor) or w.dim() != 1):
@@ -206,7 +225,17 @@ class WeightedSum(_Reducer):
 
 
 class SecondMoment(_Reducer):
-    """Σ_n g_n², number by number: with the sum, the variance of gradients and the noise scale."""
+    """Σ_n g_n², number by number: with the sum, the variance of gradients and the noise scale.
+
+    Examples:
+        >>> import unsum
+        >>> model = torch.nn.Linear(3, 2, bias=False)
+        >>> with unsum.gradients(model, unsum.SecondMoment()) as g:
+        ...     model(2 * torch.ones(3, 3)).sum().backward()
+        >>> g[unsum.SecondMoment].sum_squares()["weight"]
+        tensor([[12., 12., 12.],
+                [12., 12., 12.]])
+    """
 
     def reset(self) -> None:
         super().reset()
@@ -225,7 +254,16 @@ class SecondMoment(_Reducer):
 
 
 class Project(_Reducer):
-    """Random projections: k·k numbers for each parameter. Their inner products are, on average, those of gradients."""
+    """Random projections: k·k numbers for each parameter. Their inner products are, on average, those of gradients.
+
+    Examples:
+        >>> import unsum
+        >>> model = torch.nn.Linear(3, 2, bias=False)
+        >>> with unsum.gradients(model, unsum.Project(k=2, seed=0)) as g:
+        ...     model(torch.ones(5, 3)).sum().backward()
+        >>> g[unsum.Project].matrix().shape
+        torch.Size([5, 4])
+    """
 
     _adds = True
 
@@ -265,7 +303,17 @@ class Project(_Reducer):
 
 class Kronecker(_Reducer):
     """A = Σ a aᵀ and G = Σ δ δᵀ of every parameter that is met by outer products. Positions without a gradient
-    (padding) are no positions."""
+    (padding) are no positions.
+
+    Examples:
+        >>> import unsum
+        >>> model = torch.nn.Linear(3, 2, bias=False)
+        >>> with unsum.gradients(model, unsum.Kronecker()) as g:
+        ...     model(torch.ones(4, 3)).sum().backward()
+        >>> g[unsum.Kronecker].factors()["weight"][1]
+        tensor([[4., 4.],
+                [4., 4.]])
+    """
 
     _adds = False
 
