@@ -96,9 +96,13 @@ class Norms(_Reducer):
 
     def sq_norms(self) -> Tensor:
         """(n,): squared norms over all parameters."""
-        parts = list(self.by_parameter().values())
-        if not parts:
+        self._check()
+        if not self._by_parameter:
             return torch.zeros(sum(self._sizes))
+        if len(self._sizes) == 1:
+            parts = [part for (part,) in self._by_parameter.values()]
+        else:
+            parts = list(self.by_parameter().values())
         return torch.stack([part.to(parts[0].device) for part in parts]).sum(0)
 
     def norms(self) -> Tensor:

@@ -39,7 +39,7 @@ class Factors:
     def __init__(self, name: str, parameter: Tensor, shares: Sequence[Share], shared: Tensor | None = None) -> None:
         self.name = name
         self.shape = tuple(parameter.shape)
-        self._zero = torch.zeros((), dtype=wide(parameter.dtype), device=parameter.device)
+        self._dtype, self._device = wide(parameter.dtype), parameter.device
         self._shares, self._shared = shares, shared
 
     @property
@@ -50,7 +50,7 @@ class Factors:
     def per_sample(self) -> Tensor:
         """(n, *shape): one gradient for each sample."""
         parts = [s.times(total.dense(s.kinds)) if s.kinds else self._zeros(s.n, *self.shape) for s in self._shares]
-        return torch.cat([part.to(self._zero.dtype) for part in parts]) if parts else self._zeros(0, *self.shape)
+        return torch.cat([part.to(self._dtype) for part in parts]) if parts else self._zeros(0, *self.shape)
 
     def shared(self) -> Tensor:
         """What belongs to no sample (a penalty on the weights): zeros, most often."""
@@ -58,11 +58,8 @@ class Factors:
 
     def sum(self) -> Tensor:
         """The sum over samples; with `shared()`, what the backward brought to the parameter."""
-        summed = self._zeros(*self.shape)
-        for share in self._shares:
-            for kind in share.kinds:
-                summed = summed + share.times(kind.sum())
-        return summed
+        parts = [share.times(kind.sum()) for share in self._shares for kind in share.kinds]
+        return sum(parts[1:], parts[0]) if parts else self._zeros(*self.shape)
 
     def weighted_sum(self, w: Tensor) -> Tensor:
         """Σ w_n G_n."""
@@ -71,14 +68,14 @@ class Factors:
         summed, first = self._zeros(*self.shape), 0
         for share in self._shares:
             for kind in share.kinds:
-                summed = summed + share.times(kind.weighted_sum(w[first : first + share.n].to(self._zero.device)))
+                summed = summed + share.times(kind.weighted_sum(w[first : first + share.n].to(self._device)))
             first += share.n
         return summed
 
     def sq_norms(self) -> Tensor:
         """(n,): the squared norm of each sample's gradient."""
         parts = [s.times(total.sq_norms(s.kinds), 2) if s.kinds else self._zeros(s.n) for s in self._shares]
-        return torch.cat(parts) if parts else self._zeros(0)
+        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else self._zeros(0)
 
     def norms_and_sum(self) -> tuple[Tensor, Tensor]:
         """(n,) and the sum over samples, from one product where that is cheaper."""
@@ -109,12 +106,12 @@ class Factors:
             return rows(self.per_sample())
         if len(self.shape) < 2:
             left, _ = projection(self.name, seed, k * k, prod(self.shape), 1)
-            return rows(self.per_sample()) @ left.to(self._zero).T
+            return rows(self.per_sample()) @ left.to(self._device, self._dtype).T
         left, right = projection(self.name, seed, k, self.shape[0], prod(self.shape[1:]))
-        left, right = left.to(self._zero.device), right.to(self._zero.device)
+        left, right = left.to(self._device), right.to(self._device)
         parts = []
         for share in self._shares:
-            each = [kind.project(left, right).to(self._zero.dtype) for kind in share.kinds]
+            each = [kind.project(left, right).to(self._dtype) for kind in share.kinds]
             parts.append(share.times(sum(each[1:], each[0])) if each else self._zeros(share.n, k, k))
         return torch.cat(parts).flatten(1)
 
@@ -191,7 +188,7 @@ class Factors:
         return found
 
     def _zeros(self, *shape: int) -> Tensor:
-        return self._zero.new_zeros(shape)
+        return torch.zeros(shape, dtype=self._dtype, device=self._device)
 
 
 def formed(name: str, parameter: Tensor, values: Tensor) -> Factors:

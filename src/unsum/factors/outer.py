@@ -82,7 +82,7 @@ class Outer:
             return self._by_sample(product.sq_norms(self.a, self.delta, way)), self.sum()
         sq, total = product.norms_and_sum(self.a, self.delta, want_sum=True)
         assert total is not None
-        return sq, self._placed(total)
+        return sq, (total.T if self.turned else total).reshape(self.shape)
 
     def token_sq_norms(self) -> Tensor:
         """(n, t): |δ|²·|a|² of each position."""

@@ -37,7 +37,10 @@ class Scale:
         wanted = wide(self.dtype or self.delta.dtype)
         each = self.delta if self.x is None else self.delta * self.x()
         summed = each.sum(1, dtype=wanted)
-        return summed.sum_to_size(self._broadcast()).reshape(self.n, *self.shape)
+        wanted_shape = (self.n, *self.shape)
+        if tuple(summed.shape) == wanted_shape:
+            return summed
+        return summed.sum_to_size(self._broadcast()).reshape(wanted_shape)
 
     def _broadcast(self) -> tuple[int, ...]:
         over = self.shape if self.over is None else self.over

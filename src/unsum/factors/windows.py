@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -10,6 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unsum.factors.outer import Outer
+from unsum.kernels import costs
+from unsum.kernels.product import Way, wide
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Windows:
     delta: Tensor  # (n, t, channels, *places)
     geometry: Geometry
     shape: tuple[int, ...]
+    turned: bool = False  # a transposed convolution: `x` is the gradient and `delta` the input
     dtype: torch.dtype | None = None
 
     @property
@@ -54,8 +58,29 @@ class Windows:
         a, delta = (x.permute(0, 2, 1, 4, 3).reshape(n * g, -1, x.shape[3]) for x in (a, delta))
         return Outer(a, delta, self.shape, groups=g, dtype=self.dtype)
 
+    def way(self, *, want_sum: bool) -> Way:
+        """The cheapest way to the norms."""
+        (o, *rest), places = self.shape, prod(self.delta.shape[3:]) * self.delta.shape[1]
+        kind = self.x.dtype, self.x.device.type
+        return costs.cheaper(self.n, places, prod(rest), o // self.geometry.groups, *kind, want_sum=want_sum)
+
+    def _one_by_one(self) -> Iterator[Tensor]:
+        """Each sample's gradient, by torch's own convolution; as fast as that of the whole batch on a CPU."""
+        geometry, like = self.geometry, self.x.new_empty(()).expand(self.shape)
+        for x, delta in zip(self.x, self.delta, strict=True):
+            yield torch.ops.aten.convolution_backward(
+                delta, x, like, None, geometry.stride, geometry.padding, geometry.dilation, False,
+                [0] * len(geometry.kernel), geometry.groups, [False, True, False],
+            )[1]  # fmt: skip
+
+    def _is_for_the_processor(self) -> bool:
+        return self.x.device.type == "cpu" and not self.turned and self.n > 0 and self.x.dtype != torch.float16
+
     def per_sample(self) -> Tensor:
         """(n, *shape)."""
+        if self._is_for_the_processor():
+            each = torch.stack(list(self._one_by_one()))
+            return each.to(wide(self.dtype or each.dtype))
         return self.outer().per_sample()
 
     def tokens(self) -> Tensor:
@@ -76,11 +101,23 @@ class Windows:
 
     def sq_norms(self) -> Tensor:
         """(n,)."""
-        return self.outer().sq_norms()
+        return self._reduced(want_sum=False)[0]
 
     def norms_and_sum(self) -> tuple[Tensor, Tensor]:
         """Both, from the same product."""
-        return self.outer().norms_and_sum()
+        sq, total = self._reduced(want_sum=True)
+        return sq, self.sum() if total is None else total
+
+    def _reduced(self, *, want_sum: bool) -> tuple[Tensor, Tensor | None]:
+        if self.way(want_sum=want_sum) == "gram" or not self._is_for_the_processor():
+            return self.outer().norms_and_sum() if want_sum else (self.outer().sq_norms(), None)
+        norms, total = [], None
+        for each in self._one_by_one():
+            each = each.to(wide(each.dtype))
+            norms.append(torch.linalg.vector_norm(each))
+            if want_sum:
+                total = each if total is None else total.add_(each)
+        return torch.stack(norms).square(), total if total is None else total.to(wide(self.dtype or total.dtype))
 
     def times(self, factor: Tensor | float) -> Windows:
         """Every gradient multiplied by the same number."""

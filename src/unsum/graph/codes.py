@@ -59,8 +59,8 @@ class Codes:
             return None if only_regular else complete(torch.zeros(plain.shape), self.n)
         size = torch.where(plain.isfinite(), plain.abs(), 0).max()
         some = _some(plain.numel(), plain.device)
-        few = plain.reshape(-1)[some], [value.reshape(-1)[some] for value in scaled]
-        owner = self._owner(*few, size)
+        few = plain.reshape(-1)[some].cpu(), [value.reshape(-1)[some].cpu() for value in scaled]
+        owner = self._owner(*few, size.cpu())
         if owner is None and plain.dtype in TOLERANCE:
             return None  # a few positions have shown it
         fitting = self._fitting(plain, scaled, some, self._guess(*few) if owner is None else owner)
@@ -83,7 +83,7 @@ class Codes:
         """The one regular layout that explains the copies, if there is one: those that do not explain a few positions
         need not be tried on all."""
         shape = tuple(plain.shape)
-        places = torch.stack(torch.unravel_index(some, shape)) if shape else some[None]
+        places = torch.stack(torch.unravel_index(some.cpu(), shape)) if shape else some.cpu()[None]
         possible = [layout for layout in regular(shape, self.n) if self._agrees(layout, places, owner, plain.dtype)]
         fitting = [layout for layout in possible if self._explains(layout, plain, scaled)]
         return fitting[0] if len(fitting) == 1 else None

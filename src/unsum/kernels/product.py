@@ -70,17 +70,17 @@ def norms_and_sum(a: Tensor, delta: Tensor, *, want_sum: bool) -> tuple[Tensor, 
     (n, _, i), o = a.shape, delta.shape[-1]
     if a.device.type == "cpu" and o * i >= 1 << 15 and n:
         return _one_by_one(a, delta, want_sum=want_sum)
-    sq = torch.zeros(n, dtype=wide(a.dtype), device=a.device)
     rows = o if n * o * i <= TILE else max(ALIGNED, TILE // max(n * i, 1) // ALIGNED * ALIGNED)
-    total = torch.empty(o, i, dtype=wide(a.dtype), device=a.device) if want_sum and rows < o else None
+    if rows >= o:
+        each = torch.bmm(delta.mT, a)
+        return squares(each), torch.sum(each, 0) if want_sum else None  # torch adds up in float32 at least
+    sq = torch.zeros(n, dtype=wide(a.dtype), device=a.device)
+    total = torch.empty(o, i, dtype=a.dtype, device=a.device) if want_sum else None
     for first in range(0, o, rows):
         each = torch.bmm(delta[..., first : first + rows].mT, a)
         sq += squares(each)
-        if want_sum:
-            part = torch.sum(each, 0, dtype=wide(a.dtype))
-            if total is None:
-                return sq, part
-            total[first : first + rows] = part
+        if total is not None:
+            torch.sum(each, 0, out=total[first : first + rows])
     return sq, total
 
 

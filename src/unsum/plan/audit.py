@@ -101,9 +101,7 @@ def shape_of(child: Node, output: int) -> tuple[int, ...]:
 
 
 def _sum_comes_with_norms(kind: Kind) -> bool:
-    if isinstance(kind, Windows):
-        kind = kind.outer()
-    return isinstance(kind, Scale) or (isinstance(kind, Outer) and kind.way(want_sum=True) == "product")
+    return isinstance(kind, Scale) or (isinstance(kind, Outer | Windows) and kind.way(want_sum=True) == "product")
 
 
 def _leaf_dtype(child: Node) -> torch.dtype | None:

@@ -41,6 +41,7 @@ class Forward:
 
     def __init__(self, model: nn.Module, samples: sample_maps.Samples, sides: Sides, *, verify: bool) -> None:
         self._model, self._samples, self._sides, self._verify = model, samples, sides, verify
+        self._modules, self._parameters = list(model.modules()), list(model.parameters())
         self.rows = Rows()
         self.calls = 0  # outermost ones
         self.sizes: dict[int, None] = {}  # the numbers of samples that they were given
@@ -67,7 +68,7 @@ class Forward:
         self._outer = (module.forward, args, kwargs)
         given = [tensor for _, tensor in leaves((args, kwargs))]
         kind = self._samples if isinstance(self._samples, sample_maps.Dim) else sample_maps.Ids
-        self._key = (name, kind, forward_key(self._model, given))
+        self._key = (name, kind, forward_key(self._modules, self._parameters, given))
         self._seen = known_forward(self._model, self._key)
         self._watch(self._seen is None)
         k = self._samples.k if isinstance(self._samples, sample_maps.Dim) else 0

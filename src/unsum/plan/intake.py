@@ -12,6 +12,7 @@ from unsum.errors import SamplesError
 from unsum.factors.factors import Factors, Share
 from unsum.factors.total import Kind
 from unsum.plan.plan import Plan
+from unsum.plan.pool import Pool
 from unsum.plan.run import Meeting
 from unsum.reducers import Norms, Reducer
 
@@ -41,6 +42,9 @@ class Intake:
         self._reducers, self._keep, self._scale, self._check = reducers, keep, scale, check
         self._sums: dict[int, Tensor] = {}
         self._skipped, self._deliver = skipped, deliver
+        self._pool: Pool | None = None
+        if len(reducers) == 1 and isinstance(norms := reducers[0], Norms) and not keep and not check:
+            self._pool = Pool(lambda name, sq: norms.put(name, self._scaled(sq)), deliver)
         self._came: dict[int, int] = {}
         self._done: set[int] = set()
 
@@ -76,6 +80,8 @@ class Intake:
         for key in list(self.kinds):
             if key not in self._done:
                 self._complete(key)
+        if self._pool is not None:
+            self._pool.flush()
         left = [name for key, name in self._names.items() if key not in self._done]
         for reducer in self._reducers:
             reducer.end(left)
@@ -86,9 +92,16 @@ class Intake:
         parts += [self.nobodys[key]] if key in self.nobodys else []
         return sum(parts[1:], parts[0]) if parts else None
 
+    def _scaled(self, sq_norms: Tensor) -> Tensor:
+        return sq_norms if self._scale is None else sq_norms * self._scale**2
+
     def _complete(self, key: int) -> None:
         self._done.add(key)
         name, parameter = self._names[key], self._wanted[key]
+        if self._pool is not None and len(self.kinds[key]) == 1 and not is_listened(parameter):
+            if self._pool.add(name, parameter, self.kinds[key][0], wants_sum=name in self._skipped):
+                del self.kinds[key]
+                return
         share = Share(self.n, self.kinds[key], self._scale)
         summed: Tensor | None = None
         factors = Factors(name, parameter, [share])
@@ -107,11 +120,18 @@ class Intake:
             del self.kinds[key]
 
 
+def is_listened(parameter: nn.Parameter) -> bool:
+    """Whether somebody waits for a parameter's gradient: hooks of the user's, or a process group (whose hooks cannot be
+    seen from here)."""
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        return True
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def accumulate(parameter: nn.Parameter, value: Tensor) -> None:
     """Add to `.grad` as torch would: where somebody listens, through the parameter's own place in the graph."""
     value = value.to(parameter.dtype)
-    listened = bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
-    if listened or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if is_listened(parameter):
         with torch.enable_grad():
             alias = parameter.view_as(parameter)
         torch.autograd.backward(alias, value)

@@ -18,7 +18,11 @@ from unsum.graph.owners import Owners, Swept
 from unsum.graph.saved import saved_by
 from unsum.plan.plan import Indices
 
-_WITHIN = ("MaxPool", "AdaptiveMaxPool", "FractionalMaxPool", "MaxUnpool", "NllLoss", "EmbeddingBag")
+# Their whole numbers are places within a sample, or the state of a random number generator.
+_WITHIN = (
+    "MaxPool", "AdaptiveMaxPool", "FractionalMaxPool", "MaxUnpool", "NllLoss", "EmbeddingBag", "ScaledDotProduct",
+    "EfficientAttention", "FlashAttention", "CudnnRnn", "MkldnnRnn",
+)  # fmt: skip
 _PRODUCTS = {"MmBackward0": (0, 1), "BmmBackward0": (0, 1), "AddmmBackward0": (1, 2), "BaddbmmBackward0": (1, 2)}
 
 

@@ -33,6 +33,7 @@ class Plan:
     n: int
     owned: dict[int, Owners]  # nodes with owners that lead to a parameter or to the weight side
     mixed: frozenset[int]  # nodes that belong to nobody, on the way to a parameter
+    streamed: frozenset[int]  # of these, those through which gradients pass formed, sample by sample
     modules: dict[int, str]  # in whose call the owned nodes were made
     nobodys: tuple[int, ...]  # what joins a parameter to the loss without any data
     hidden: dict[int, list[Owners]] = field(default_factory=dict)  # nodes that run backwards of their own

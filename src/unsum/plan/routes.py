@@ -21,7 +21,9 @@ def routes(
     names: Mapping[int, str],
     audit: Audit | None,
 ) -> dict[str, Any]:
-    """`expected`, `late`, `cheap` and `spare` of a plan."""
+    """`expected`, `late`, `cheap`, `spare` and `streamed` of a plan."""
+    place = {node: k for k, node in enumerate(nodes)}
+    streams: dict[Node, None] = {node: None for node in beside}  # where gradients begin to pass formed
     expected: dict[str, int] = {}
     late: set[str] = set()
     dear: set[str] = set()  # parameters whose sum does not come with the norms
@@ -33,6 +35,8 @@ def routes(
             if not (is_leaf(child) or child in mixed):
                 continue
             reached = _names(child, names)
+            if (node, edge) not in followed or not isinstance(owners[0], Regular):
+                streams[child] = None
             if (node, edge) not in followed:
                 late |= reached
                 continue
@@ -41,10 +45,12 @@ def routes(
                 if not followed[node, edge] or not isinstance(owners[0], Regular):
                     dear.add(name)
     shared = {name for node in beside for _, child, _ in below(node) for name in _names(child, names)}
+    streamed = mixed if swept.hidden else mixed & set(ordered(streams))
     if swept.hidden:
         late |= set(names.values())
     free = set(expected) - late - shared
     return {
+        "streamed": frozenset(place[node] for node in streamed),
         "expected": expected,
         "late": frozenset(late),
         "cheap": _skippable(nodes, swept, free - dear, names),

@@ -80,7 +80,7 @@ class Run:
             self._handles.append(hooks.on_node(node, lambda grads: hooks.watch(self._setting.sides)))
             self._handles.append(hooks.after_node(node, lambda results, grads: hooks.unwatch(self._setting.sides)))
         for places, then in (
-            (self.plan.owned, self._owned), (self.plan.mixed, self._passed), (self.plan.nobodys, self._nobodys)
+            (self.plan.owned, self._owned), (self.plan.streamed, self._passed), (self.plan.nobodys, self._nobodys)
         ):  # fmt: skip
             for place in places:
                 self._handles.append(hooks.on_node(self._nodes[place], partial(then, place)))

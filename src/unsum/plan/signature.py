@@ -43,11 +43,13 @@ def _plain(value: Any) -> Hashable:
     return tuple(value) if isinstance(value, list) else value if isinstance(value, Hashable) else repr(value)
 
 
-def forward_key(model: torch.nn.Module, given: Sequence[torch.Tensor]) -> Hashable:
+def forward_key(
+    modules: Sequence[torch.nn.Module], parameters: Sequence[torch.nn.Parameter], given: Sequence[torch.Tensor]
+) -> Hashable:
     """What decides, before a forward, whether its graph is likely to be known: flags, shapes and dtypes."""
     return (
-        tuple([module.training for module in model.modules()]),
-        tuple([parameter.requires_grad for parameter in model.parameters()]),
+        tuple([module.training for module in modules]),
+        tuple([parameter.requires_grad for parameter in parameters]),
         tuple([(tuple(t.shape), t.dtype, t.requires_grad) for t in given]),
         torch.is_autocast_enabled("cpu"),
         torch.is_autocast_enabled("cuda"),

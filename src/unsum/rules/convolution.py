@@ -21,7 +21,7 @@ def convolution(call: Call) -> Windows:
     )
     x, delta = call.take(call.saved("input")), call.take(call.delta)
     if call.saved("transposed"):
-        x, delta = delta, x
+        return Windows(delta, x, geometry, call.shape, turned=True)
     return Windows(x, delta, geometry, call.shape)
 
 
