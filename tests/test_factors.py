@@ -213,7 +213,7 @@ def test_kronecker_and_token_norms_leave_padding_and_odd_positions_out():
     mask = torch.arange(T) < torch.tensor([3, 6, 1, 4])[:, None]
     kron, tokens = unsum.Kronecker(), unsum.TokenNorms()
     with (
-        unsum.gradients(model, kron, tokens, keep=True) as g,
+        unsum.gradients(model, kron, tokens, keep=True),
         unsum.capture(model, "fc:input", "fc:grad_output") as got,
     ):
         (model(IDS).square().sum(-1) * mask).sum().backward()

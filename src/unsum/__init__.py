@@ -4,6 +4,9 @@ What flows through a network, forward and backward, at places that have names; w
 gradient it is.
 """
 
+import logging
+import os
+
 from unsum import errors, testing
 from unsum.capture import capture
 from unsum.check import check
@@ -14,6 +17,10 @@ from unsum.reducers import Kronecker, Norms, Project, SecondMoment, TokenNorms, 
 from unsum.samples import dim, packed
 from unsum.sites import sites
 from unsum.verbs import add, clip, clip_norm, noise, remove, replace, reverse, scale, steer, zero
+
+if os.environ.get("UNSUM_LOG"):  # tell what was learnt and decided
+    logging.basicConfig()
+    logging.getLogger("unsum").setLevel(logging.INFO)
 
 __version__ = "0.1.0"
 

@@ -143,8 +143,8 @@ def unfold(x: Tensor, geometry: Geometry, places: tuple[int, ...]) -> Tensor:
         return x[..., :: geometry.stride[0], :: geometry.stride[1]].flatten(2)
     padding = [p for pad in reversed(geometry.padding) for p in (pad, pad)]
     x = F.pad(x, padding) if any(padding) else x
-    for d, (size, step, wide) in enumerate(zip(kernel, geometry.stride, dilation, strict=True)):
-        x = x.unfold(2 + d, wide * (size - 1) + 1, step)[..., ::wide].narrow(2 + d, 0, places[d])
+    for d, (size, step, apart) in enumerate(zip(kernel, geometry.stride, dilation, strict=True)):
+        x = x.unfold(2 + d, apart * (size - 1) + 1, step)[..., ::apart].narrow(2 + d, 0, places[d])
     dims = len(kernel)
     order = (0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))  # m, channels, kernel, places
     return x.permute(order).reshape(x.shape[0], x.shape[1] * prod(kernel), prod(places))

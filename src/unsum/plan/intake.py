@@ -92,16 +92,22 @@ class Intake:
         parts += [self.nobodys[key]] if key in self.nobodys else []
         return sum(parts[1:], parts[0]) if parts else None
 
+    def _waits(self, key: int) -> bool:
+        """Whether a parameter's factors wait for others of their shape."""
+        name, parameter, kinds = self._names[key], self._wanted[key], self.kinds[key]
+        if self._pool is None or len(kinds) != 1 or is_listened(parameter):
+            return False
+        return self._pool.add(name, parameter, kinds[0], wants_sum=name in self._skipped)
+
     def _scaled(self, sq_norms: Tensor) -> Tensor:
         return sq_norms if self._scale is None else sq_norms * self._scale**2
 
     def _complete(self, key: int) -> None:
         self._done.add(key)
         name, parameter = self._names[key], self._wanted[key]
-        if self._pool is not None and len(self.kinds[key]) == 1 and not is_listened(parameter):
-            if self._pool.add(name, parameter, self.kinds[key][0], wants_sum=name in self._skipped):
-                del self.kinds[key]
-                return
+        if self._waits(key):
+            del self.kinds[key]
+            return
         share = Share(self.n, self.kinds[key], self._scale)
         summed: Tensor | None = None
         factors = Factors(name, parameter, [share])

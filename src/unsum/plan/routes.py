@@ -23,7 +23,7 @@ def routes(
 ) -> dict[str, Any]:
     """`expected`, `late`, `cheap`, `spare` and `streamed` of a plan."""
     place = {node: k for k, node in enumerate(nodes)}
-    streams: dict[Node, None] = {node: None for node in beside}  # where gradients begin to pass formed
+    streams: dict[Node, None] = dict.fromkeys(beside)  # where gradients begin to pass formed
     expected: dict[str, int] = {}
     late: set[str] = set()
     dear: set[str] = set()  # parameters whose sum does not come with the norms

@@ -62,7 +62,9 @@ def rule(
 
     def register(make: Callable[[Call], Kind | None]) -> Callable[[Call], Kind | None]:
         count = features if callable(features) else lambda node, shape: features
-        RULES[operation, edge] = Rule(f"{make.__module__.rpartition('.')[2]}.{make.__name__}", count, make)
+        RULES[operation, edge] = Rule(
+            f"{(make.__module__ or '').rpartition('.')[2]}.{make.__name__}".lstrip("."), count, make
+        )
         return make
 
     return register
