@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from unsum.factors.factors import Share
-from unsum.plan.run import Meeting
+from unsum.plan.plan import Meeting
 
 HEADINGS = ("parameter", "share", "meets data at", "in module", "node", "how", "numbers per sample")
 

@@ -14,7 +14,7 @@ from unsum.coverage import table
 from unsum.errors import SamplesError
 from unsum.factors.factors import Factors, Share
 from unsum.plan.intake import Intake
-from unsum.plan.run import Meeting
+from unsum.plan.plan import Meeting
 from unsum.reducers import Reducer
 from unsum.samples import Samples
 from unsum.sites import Names

@@ -237,7 +237,7 @@ class GradientsBlock:
             "unsum: learnt a graph of %d nodes: %d meetings, %d by rule; %s",
             len(nodes),
             len(plan.owned),
-            len(plan.rules),
+            sum(map(len, plan.routes.values())),
             "remembered" if plan.lasting else "to be learnt each time",
         )
         return plan

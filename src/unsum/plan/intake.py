@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from unsum.errors import SamplesError
 from unsum.factors.factors import Factors, Share
 from unsum.factors.total import Kind
-from unsum.plan.plan import Plan
+from unsum.plan.plan import Meeting, Plan
 from unsum.plan.pool import Pool
-from unsum.plan.run import Meeting
 from unsum.reducers import Norms, Reducer
 
 

@@ -20,7 +20,7 @@ from unsum.graph.sides import Sides
 from unsum.plan.audit import Audit
 from unsum.plan.lasting import lasting_indices
 from unsum.plan.plan import Plan
-from unsum.plan.routes import routes
+from unsum.plan.routes import routes, rule_routes
 
 
 @dataclass(frozen=True)
@@ -148,15 +148,15 @@ def _plan(
     owned = {place[node]: owners for node, owners in swept.owners.items() if owners is not None and leads_to_one(node)}
     beside = [node for node in cut.loss if (node not in cut.on_data or is_penalty(node)) and leads_to_one(node)]
     indices = lasting_indices(swept, place, mixed) if lasting and not swept.hidden else None
-    rules = {} if audit is None else {(place[node], edge): rule for (node, edge), rule in audit.rules.items()}
+    modules = {place: setting.module_of(nodes[place]._sequence_nr()) for place in owned}
     return Plan(
         n=n,
         owned=owned,
         mixed=frozenset(place[node] for node in mixed),
-        modules={place: setting.module_of(nodes[place]._sequence_nr()) for place in owned},
+        modules=modules,
         nobodys=tuple(place[node] for node in beside),
         hidden={place[node]: owners for node, owners in swept.hidden.items()},
-        rules={key: rule for key, rule in rules.items() if key[0] in owned},
+        routes={} if audit is None else rule_routes(audit, place, owned, modules, mixed, n, setting.names),
         **routes(nodes, swept, mixed, beside, setting.names, audit),
         rounding=max([1e-9, *(_rounding(node) for node in cut.model if not is_leaf(node))]),
         lasting=indices is not None,

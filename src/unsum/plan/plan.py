@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from unsum.graph.nodes import Node
 from unsum.graph.owners import Owners
+from unsum.graph.positions import Positions
 from unsum.graph.saved import saved_by
 from unsum.rules.registry import Rule
 
@@ -27,6 +28,29 @@ class Indices:
 
 
 @dataclass(frozen=True)
+class Route:
+    """A rule at one edge of a node, and the way from there to the parameter if it needs no look at the graph."""
+
+    edge: int
+    rule: Rule
+    by: Positions
+    shape: tuple[int, ...]  # of the tensor at the edge
+    meeting: Meeting
+    parameter: str | None  # None if the way has to be followed node by node
+    turned: bool = False  # whether the tensor at the edge is the parameter transposed
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A node at which a parameter met data."""
+
+    operation: str
+    module: str
+    place: int  # which node it is, in the order of the graph
+    how: str  # the rule's name, or "replay"
+
+
+@dataclass(frozen=True)
 class Plan:
     """Where parameters meet data in graphs of one layout."""
 
@@ -37,7 +61,7 @@ class Plan:
     modules: dict[int, str]  # in whose call the owned nodes were made
     nobodys: tuple[int, ...]  # what joins a parameter to the loss without any data
     hidden: dict[int, list[Owners]] = field(default_factory=dict)  # nodes that run backwards of their own
-    rules: dict[tuple[int, int], Rule] = field(default_factory=dict)  # (place, edge): audited
+    routes: dict[int, tuple[Route, ...]] = field(default_factory=dict)  # audited rules, by place
     expected: dict[str, int] = field(default_factory=dict)  # how often factors come to a parameter
     late: frozenset[str] = frozenset()  # parameters to which gradients come formed, when the backward is over
     cheap: frozenset[str] = frozenset()  # parameters whose gradient comes with their norms: torch need not compute it

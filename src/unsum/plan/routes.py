@@ -9,8 +9,9 @@ from typing import Any
 
 from unsum.graph.layout import Regular
 from unsum.graph.nodes import Node, below, is_leaf, ordered
-from unsum.graph.owners import Swept
-from unsum.plan.audit import Audit
+from unsum.graph.owners import Owners, Swept
+from unsum.plan.audit import Audit, shape_of
+from unsum.plan.plan import Meeting, Route
 
 
 def routes(
@@ -87,3 +88,42 @@ def _skippable(
 
 def _is_named(node: Node, names: Mapping[int, str]) -> bool:
     return is_leaf(node) and id(node.variable) in names
+
+
+def rule_routes(
+    audit: Audit,
+    place: Mapping[Node, int],
+    owned: Mapping[int, Owners],
+    modules: Mapping[int, str],
+    mixed: set[Node],
+    n: int,
+    names: Mapping[int, str],
+) -> dict[int, tuple[Route, ...]]:
+    """The rules that hold, with all that can be known of them beforehand."""
+    found: dict[int, list[Route]] = {}
+    for (node, edge), rule in audit.rules.items():
+        at = place[node]
+        child, output = node.next_functions[edge]
+        if at not in owned or (layout := owned[at][0]) is None or not (is_leaf(child) or child in mixed):
+            continue
+        shape = shape_of(child, output)
+        by = rule.applies(node, layout, n, shape)
+        if by is None:
+            continue
+        meeting = Meeting(node.name(), modules[at], at, rule.name)
+        parameter, turned = _straight(child, names) if (node, edge) in audit.followed else (None, False)
+        parameter = parameter if isinstance(layout, Regular) else None
+        found.setdefault(at, []).append(Route(edge, rule, by, shape, meeting, parameter, turned))
+    return {at: tuple(routes) for at, routes in found.items()}
+
+
+def _straight(child: Node, names: Mapping[int, str]) -> tuple[str | None, bool]:
+    """The parameter to which transposes and casts alone lead, and whether it is transposed."""
+    turned = False
+    while not is_leaf(child):
+        if child.name() == "TBackward0":
+            turned = not turned
+        elif child.name() != "ToCopyBackward0":
+            return None, False
+        child = below(child)[0][1]
+    return names.get(id(child.variable)), turned

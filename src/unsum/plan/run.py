@@ -9,7 +9,7 @@ passed on, sample by sample, through the nodes without owners.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -18,31 +18,25 @@ from torch import Tensor
 
 from unsum import hooks
 from unsum.factors.dense import Dense
+from unsum.factors.lookup import Lookup
+from unsum.factors.outer import Outer
+from unsum.factors.scale import Scale
 from unsum.factors.total import Kind
+from unsum.factors.windows import Windows
 from unsum.graph.codes import TOLERANCE
-from unsum.graph.layout import NOBODY, UNSEEN, Mapped
+from unsum.graph.layout import NOBODY, UNSEEN, Regular
 from unsum.graph.nodes import Node, below, is_leaf
 from unsum.graph.replay import Grads, replay
 from unsum.kernels.product import wide
 from unsum.plan.audit import shape_of
 from unsum.plan.learn import Setting
-from unsum.plan.plan import Plan
-from unsum.rules.follow import cast, follow
-from unsum.rules.registry import Call, Rule
+from unsum.plan.plan import Meeting, Plan, Route
+from unsum.rules.follow import cast, finished, follow
+from unsum.rules.registry import Call
 
 SHARED = -1  # the stream of what belongs to nobody
 
 Streams = dict[int, list[Tensor | None]]  # sample -> a gradient for each output of a node
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """A node at which a parameter met data."""
-
-    operation: str
-    module: str
-    place: int  # which node it is, in the order of the graph
-    how: str  # the rule's name, or "replay"
 
 
 class Listener(Protocol):
@@ -68,6 +62,7 @@ class Run:
         self.plan, self._to, self._setting = plan, to, setting
         self._nodes = nodes
         self._mixed = {nodes[place] for place in plan.mixed}
+        self._parameters = {name: setting.wanted[key] for key, name in setting.names.items()}
         self.hidden = {nodes[place]: list(owners) for place, owners in plan.hidden.items()}
         self._streams: dict[Node, Streams] = {}
         self._origins: dict[Node, dict[Meeting, None]] = {}  # where the streams of a node without owners met data
@@ -104,38 +99,36 @@ class Run:
     def _owned(self, place: int, grads: Grads) -> None:
         node, owners = self._nodes[place], self.plan.owned[place]
         for grad, layout in zip(grads, owners, strict=True):
-            if grad is None or not grad.numel():
+            if isinstance(layout, Regular) or grad is None or not grad.numel():
                 continue
-            if layout is None or (isinstance(layout, Mapped) and _is_unseen(layout.owner(grad.device), grad)):
+            if layout is None or _is_unseen(layout.owner(grad.device), grad):
                 self._to.unknown(node.name())
-        rest = []
-        for edge, child, output in below(node):
-            if self._is_wanted(child):
-                rule = self.plan.rules.get((place, edge))
-                if rule is None or not self._apply(rule, place, grads, child, output):
-                    rest.append(edge)
-        if rest:
-            self._replay(place, grads, rest)
+        done = []
+        delta = grads[0]
+        if delta is not None and all(grad is None for grad in grads[1:]):
+            done = [route.edge for route in self.plan.routes.get(place, ()) if self._apply(route, node, delta)]
+        if len(done) < len(node.next_functions):
+            rest = [edge for edge, child, _ in below(node) if edge not in done and self._is_wanted(child)]
+            if rest:
+                self._replay(place, grads, rest)
 
-    def _apply(self, rule: Rule, place: int, grads: Grads, child: Node, output: int) -> bool:
+    def _apply(self, route: Route, node: Node, delta: Tensor) -> bool:
         """A rule's factors, followed to the parameter; False if it does not hold here."""
-        node, layout, delta = self._nodes[place], self.plan.owned[place][0], grads[0]
-        if layout is None or delta is None or any(grad is not None for grad in grads[1:]):
-            return False
-        shape = shape_of(child, output)
-        by = rule.applies(node, layout, self.plan.n, shape)
-        if by is None:
-            return False
-        call = Call(node, delta, by, shape)
-        kind = rule.make(call)
+        call = Call(node, delta, route.by, route.shape)
+        kind = route.rule.make(call)
         if kind is None:
             return False
-        meeting = self._meeting(place, rule.name)
-        self._follow(kind, child, output, meeting)
-        if by.nobodys(delta) is not None:
-            for_nobody = rule.make(replace(call, only_nobodys=True))
+        if route.parameter is not None and isinstance(kind, Outer | Scale | Lookup | Windows):
+            parameter = self._parameters.get(route.parameter)
+            if parameter is not None:
+                self._to.meet(parameter, {route.meeting: None}, finished(kind, parameter, turned=route.turned))
+            return True
+        child, output = node.next_functions[route.edge]
+        self._follow(kind, child, output, route.meeting)
+        if route.by.nobodys(delta) is not None:
+            for_nobody = route.rule.make(replace(call, only_nobodys=True))
             assert for_nobody is not None
-            self._stream(SHARED, for_nobody.sum(), child, output, {meeting: None})
+            self._stream(SHARED, for_nobody.sum(), child, output, {route.meeting: None})
         return True
 
     def _follow(self, kind: Kind, child: Node, output: int, meeting: Meeting) -> None:
@@ -150,12 +143,9 @@ class Run:
             kind, child, output = followed, deeper, place
         self._to.meet(child.variable, {meeting: None}, cast(kind, child.variable.dtype))
 
-    def _meeting(self, place: int, how: str) -> Meeting:
-        return Meeting(self._nodes[place].name(), self.plan.modules[place], place, how)
-
     def _replay(self, place: int, grads: Grads, edges: Sequence[int]) -> None:
         node, owners = self._nodes[place], self.plan.owned[place]
-        origins = {self._meeting(place, "replay"): None}
+        origins = {Meeting(node.name(), self.plan.modules[place], place, "replay"): None}
         for sample in (*range(self.plan.n), NOBODY):
             part = [
                 None if g is None or layout is None else layout.only(g, sample)

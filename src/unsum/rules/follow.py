@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unsum.factors.dense import Dense
+from unsum.factors.lookup import Lookup
 from unsum.factors.outer import Outer
 from unsum.factors.scale import Scale
 from unsum.factors.total import Kind
+from unsum.factors.windows import Windows
 from unsum.graph.nodes import Node
 
 _CASTS = ("ToCopyBackward0", "CloneBackward0", "AliasBackward0", "ViewAsBackward0", "ContiguousBackward0")
@@ -124,3 +126,12 @@ def cast(kind: Kind, dtype: torch.dtype) -> Kind:
         wanted = torch.promote_types(dtype, torch.float32)
         return kind if kind.values.dtype == wanted else Dense(kind.values.to(wanted))
     return replace(kind, dtype=dtype)
+
+
+def finished(kind: Outer | Scale | Lookup | Windows, parameter: Tensor, *, turned: bool) -> Kind:
+    """The factors of a parameter, of which a tensor was met as it is, cast, or transposed."""
+    if turned and isinstance(kind, Outer):
+        return replace(kind, turned=not kind.turned, shape=tuple(parameter.shape), dtype=parameter.dtype)
+    if turned:
+        return Dense(kind.per_sample().mT.to(torch.promote_types(parameter.dtype, torch.float32)))
+    return replace(kind, dtype=parameter.dtype)
