@@ -19,7 +19,7 @@ from unsum.kernels import costs
 
 Way = Literal["product", "gram", "rank one"]
 
-TILE = 1 << 25  # elements of one tile of per-sample gradients
+TILE = {"cpu": 1 << 25, "cuda": 1 << 27}  # elements of one tile of per-sample gradients
 ALIGNED = 128  # rows of a tile: others take slow kernels on a GPU
 
 
@@ -70,7 +70,8 @@ def norms_and_sum(a: Tensor, delta: Tensor, *, want_sum: bool) -> tuple[Tensor, 
     (n, _, i), o = a.shape, delta.shape[-1]
     if a.device.type == "cpu" and o * i >= 1 << 15 and n:
         return _one_by_one(a, delta, want_sum=want_sum)
-    rows = o if n * o * i <= TILE else max(ALIGNED, TILE // max(n * i, 1) // ALIGNED * ALIGNED)
+    tile = TILE.get(a.device.type, 1 << 25)
+    rows = o if n * o * i <= tile else max(ALIGNED, tile // max(n * i, 1) // ALIGNED * ALIGNED)
     if rows >= o:
         each = torch.bmm(delta.mT, a)
         return squares(each), torch.sum(each, 0) if want_sum else None  # torch adds up in float32 at least
@@ -105,7 +106,7 @@ def dots(a: Tensor, delta: Tensor, other_a: Tensor, other_delta: Tensor) -> Tens
         right = torch.einsum("nto,mso->nmts", delta, other_delta.conj())
         return (left.to(wide(a.dtype)) * right.to(wide(a.dtype))).sum((2, 3))
     found = torch.zeros(n, m, dtype=wide(a.dtype), device=a.device)
-    rows = max(1, min(o, TILE // max((n + m) * i, 1)))
+    rows = max(1, min(o, TILE.get(a.device.type, 1 << 25) // max((n + m) * i, 1)))
     for first in range(0, o, rows):
         part = slice(first, first + rows)
         mine = torch.bmm(delta[..., part].mT, a).flatten(1).to(wide(a.dtype))
