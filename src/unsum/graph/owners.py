@@ -9,6 +9,7 @@ Not the loss's own gradient: ignored labels, dead units and cancellation would h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -72,15 +73,17 @@ def sweep(
             seen(node, owners, streams[0])
         found.owners[node] = owners if owners is None or keep(node) else _light(owners)
         heard: list[list[Heard]] = [[] for _ in streams]
-        for stream, grads in enumerate(streams):
-            results = replay(node, grads, heard[stream], still=True)
-            if stream == 0 and isinstance(node, BackwardCFunction):
-                _refuse_changing(node, grads, results)
-            for (child, output), value in zip(node.next_functions, results, strict=True):
-                if child is not None and value is not None and not is_leaf(child):
+        results = [replay(node, grads, heard[k], still=True) for k, grads in enumerate(streams)]
+        if isinstance(node, BackwardCFunction):
+            _refuse_changing(node, streams[0], results[0])
+        for edge, (child, output) in enumerate(node.next_functions):
+            if child is None or is_leaf(child) or results[0][edge] is None:
+                continue
+            for stream, value in enumerate(_in_range([result[edge] for result in results])):
+                if value is not None:
                     _add(front, child, output, stream, value, copies)
-                    if owners is not None:
-                        above[child] = node
+            if owners is not None:
+                above[child] = node
         if heard[0]:
             found.hidden[node] = _hidden(node, heard, codes)
     return found
@@ -94,6 +97,20 @@ def _add(front: Front, node: Node, output: int, stream: int, value: Tensor, copi
         front[node] = [[None] * len(node._input_metadata) for _ in range(copies + 1)]
     known = front[node][stream][output]
     front[node][stream][output] = value if known is None else known + value
+
+
+def _in_range(values: list[Tensor | None]) -> list[Tensor | None]:
+    """The same in all streams, made larger or smaller where numbers come near to what cannot be held: gradients that
+    vanish would lose their owners, and only ratios count."""
+    plain = values[0]
+    if plain is None or not plain.numel() or not plain.dtype.is_floating_point:
+        return values
+    size = float(torch.where(plain.isfinite(), plain.abs(), 0).max())
+    if size == 0 or 2.0**-20 < size < 2.0**20:
+        return values
+    power = -round(math.log2(size))
+    first, second = 2.0 ** (power // 2), 2.0 ** (power - power // 2)  # both at once may be too large to hold
+    return [None if value is None else value * first * second for value in values]
 
 
 def _read(streams: list[list[Tensor | None]], codes: Codes, *, only_regular: bool = False) -> Owners | None:
