@@ -359,3 +359,129 @@ def test_memory_is_flat_over_many_steps_of_two_layouts():
             gc.collect()
             live.append(sum(isinstance(o, torch.Tensor) for o in gc.get_objects()))
     assert live[1] <= live[0]
+
+
+class Grouped(nn.Module):
+    """Experts whose tokens are sorted, and one product for all of them."""
+
+    def __init__(self, turned):
+        super().__init__()
+        self.gate, self.turned = nn.Linear(D, 3), turned
+        self.w = nn.Parameter(torch.randn(3, D, D))
+
+    def forward(self, x):
+        flat = x.reshape(-1, D)
+        score, chosen = self.gate(flat).softmax(-1).max(-1)
+        order = chosen.argsort(stable=True)
+        ends = torch.bincount(chosen, minlength=3).cumsum(0).to(torch.int32)
+        w = self.w.transpose(1, 2) if self.turned else self.w
+        out = F.grouped_mm(flat[order], w, offs=ends)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        return (out[back] * score[:, None]).view_as(x)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_experts_in_one_product(turned):
+    if not hasattr(F, "grouped_mm"):
+        pytest.skip("this torch has no grouped_mm")
+    torch.manual_seed(0)
+    model = Grouped(turned)
+    for _ in range(3):
+        x = torch.randn(N, T, D)
+        with unsum.gradients(model) as g:
+            losses = model(x).flatten(1).square().sum(1)
+            losses.sum().backward(retain_graph=True)
+        assert "batched.grouped_mm" in g.coverage() and "replay " not in g.coverage()
+        for name, p in model.named_parameters():
+            wanted = torch.stack([torch.autograd.grad(loss, p, retain_graph=True)[0] for loss in losses])
+            torch.testing.assert_close(g[name].per_sample(), wanted, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(g[name].sq_norms(), wanted.flatten(1).square().sum(1), rtol=1e-3, atol=1e-3)
+
+
+BLOCKS = {
+    "bmm": ("batched.bmm", lambda x, p: torch.bmm(x.reshape(-1, 2, 4).transpose(0, 1), p).transpose(0, 1).reshape(N, T, -1)),
+    "einsum": ("batched.bmm", lambda x, p: torch.einsum("nthi,hio->ntho", x.unflatten(-1, (2, 4)), p).flatten(2)),
+    "baddbmm": ("batched.baddbmm", lambda x, p: torch.baddbmm(torch.ones(2, 1, 3).double(), x.reshape(-1, 2, 4).transpose(0, 1), p, alpha=2.0).transpose(0, 1).reshape(N, T, -1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_block_diagonal_layers(name):
+    rule, use = BLOCKS[name]
+    laws(made(lambda: Using((2, 4, 3), use), SEQUENCES), rule)
+    if name == "baddbmm":
+        bias = lambda x, p: torch.baddbmm(p, x.reshape(-1, 2, 4).transpose(0, 1), torch.ones(2, 4, 3).double())
+        laws(
+            made(lambda: Using((2, 1, 3), lambda x, p: bias(x, p).transpose(0, 1).reshape(N, T, -1)), SEQUENCES),
+            "baddbmm_bias",
+        )
+
+
+# ---- what many models have shown ----------------------------------------------------------------------------------
+
+
+ODD = {
+    "underflow": lambda x, p: torch.exp((x - 760.0) * 1.0) @ p + x @ p,
+    "dead rows of a masked softmax": lambda x, p: (
+        (x @ p @ x.mT).masked_fill(DEAD, -torch.inf).softmax(-1).masked_fill(DEAD, 0.0) @ x
+    ),
+    "a maximum over the batch, for stability": lambda x, p: ((s := x @ p @ x.mT) - s.max()).softmax(-1) @ x,
+    "gradients that vanish": lambda x, p: torch.tanh(torch.tanh(x @ p) * 1e-100) @ p * 1e-150,
+}
+DEAD = torch.zeros(N, T, T, dtype=torch.bool)
+DEAD[1, 2:] = True
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.filterwarnings("ignore")
+def test_odd_numbers_are_no_interaction(name):
+    torch.manual_seed(0)
+    model = Using((D, D), ODD[name]).double()
+    for engine in ("graph", "auto", "auto"):
+        with unsum.gradients(model, engine=engine) as g:
+            losses = model(SEQUENCES).flatten(1).square().sum(1)
+            losses.sum().backward(retain_graph=True)
+        wanted = torch.stack([torch.autograd.grad(loss, model.p, retain_graph=True)[0] for loss in losses])
+        assert (g["p"].per_sample() - wanted).norm() <= 1e-9 * wanted.norm()
+
+
+def test_rows_of_all_samples_after_each_other():
+    class Patches(nn.Module):
+        def __init__(self, mixes):
+            super().__init__()
+            self.words, self.patch, self.mixes = nn.Embedding(20, D), nn.Linear(D, D), mixes
+
+        def forward(self, pixels, ids, mask):
+            q = self.patch(pixels)
+            if self.mixes:
+                q = (q @ q.T).softmax(-1) @ q
+            return self.words(ids) * mask[..., None] + q.view(N, -1, D).mean(1, keepdim=True)
+
+    pixels, mask = SEQUENCES.reshape(-1, D), torch.ones_like(IDS)
+    model = Patches(False).double()
+    with unsum.gradients(model) as g:
+        losses = model(pixels, IDS, mask).flatten(1).square().sum(1)
+        losses.sum().backward(retain_graph=True)
+    for name, p in model.named_parameters():
+        wanted = torch.stack([torch.autograd.grad(loss, p, retain_graph=True)[0] for loss in losses])
+        torch.testing.assert_close(g[name].per_sample(), wanted)
+    model = Patches(True).double()
+    with pytest.raises(InteractionError):
+        with unsum.gradients(model):
+            model(pixels, IDS, mask).square().sum().backward()
+
+
+def test_nested_tensors_are_refused_by_name():
+    model = nn.Linear(D, D)
+    holder = Using(
+        (1,),
+        lambda x, p: (
+            torch.nested.to_padded_tensor(model(torch.nested.nested_tensor([x[0], x[1, :4]], layout=torch.jagged)), 0.0)
+            * p
+        ),
+    )
+    holder.inner = model
+    with pytest.raises(UnsupportedError, match="nested tensor"):
+        with unsum.gradients(holder):
+            holder(torch.randn(2, T, D)).square().sum().backward()

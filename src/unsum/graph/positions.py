@@ -34,9 +34,9 @@ class Positions:
 
     def nobodys(self, tensor: Tensor) -> Tensor | None:
         """(1, t, *features): the positions that belong to no sample; None if there are none."""
-        if isinstance(self.layout, Regular) or not bool((self._rows < 0).any()):
+        if isinstance(self.layout, Regular) or not bool((self.rows < 0).any()):
             return None
-        return tensor.flatten(0, self.lead - 1)[(self._rows < 0).to(tensor.device)][None]
+        return tensor.flatten(0, self.lead - 1)[(self.rows < 0).to(tensor.device)][None]
 
     @property
     def lengths(self) -> Tensor | None:
@@ -47,20 +47,21 @@ class Positions:
         return None if bool((counts == counts[:1]).all()) else counts
 
     @cached_property
-    def _rows(self) -> Tensor:
+    def rows(self) -> Tensor:
+        """The sample of each position, all in a row."""
         owner = self.layout.owner()
         flat = owner.flatten(0, self.lead - 1)
         return flat if flat.dim() == 1 else flat.flatten(1)[:, 0]
 
     @cached_property
     def _counts(self) -> Tensor:
-        rows = self._rows
+        rows = self.rows
         return torch.bincount(rows[rows >= 0].long(), minlength=self.n)
 
     @cached_property
     def _index(self) -> Tensor:
         """(n, t): the rows of each sample, then -1."""
-        rows, counts = self._rows.cpu(), self._counts.cpu()
+        rows, counts = self.rows.cpu(), self._counts.cpu()
         order = torch.argsort(rows, stable=True)[int((rows < 0).sum()) :]
         longest = int(counts.max()) if len(counts) else 0
         index = torch.full((self.n, longest), -1)

@@ -1,6 +1,6 @@
 """Rules: what a kind of node brings to a tensor, as factors. One file per family; all else is replayed."""
 
-from unsum.rules import convolution, elementwise, linear, lookup, norm
+from unsum.rules import batched, convolution, elementwise, linear, lookup, norm
 from unsum.rules.registry import Rule, find, rule
 
-__all__ = ["Rule", "convolution", "elementwise", "find", "linear", "lookup", "norm", "rule"]
+__all__ = ["Rule", "batched", "convolution", "elementwise", "find", "linear", "lookup", "norm", "rule"]

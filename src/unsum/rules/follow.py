@@ -32,7 +32,7 @@ def follow(kind: Kind, node: Node, output: int, shape: tuple[int, ...]) -> Kind 
         return kind
     if name in _SHAPES:
         return _viewed(kind, shape)
-    turns = name == "TBackward0" or (name == "TransposeBackward0" and len(shape) == 2) or _swaps(node, name, shape)
+    turns = name == "TBackward0" or _transposes(node, name, shape) or _swaps(node, name, shape)
     if turns:
         return _turned(kind, shape)
     if name == "EmbeddingBackward0" and isinstance(kind, Dense | Scale):
@@ -42,6 +42,16 @@ def follow(kind: Kind, node: Node, output: int, shape: tuple[int, ...]) -> Kind 
     if name in ("SplitBackward0", "SplitWithSizesBackward0"):
         return _sliced(kind, shape, *_piece_of(node, name, output, shape))
     return None
+
+
+def _transposes(node: Node, name: str, shape: tuple[int, ...]) -> bool:
+    """The last two dimensions of a matrix, or of matrices side by side."""
+    if name != "TransposeBackward0" or len(shape) not in (2, 3):
+        return False
+    return {_signed(node._saved_dim0) % len(shape), _signed(node._saved_dim1) % len(shape)} == {
+        len(shape) - 2,
+        len(shape) - 1,
+    }
 
 
 def _swaps(node: Node, name: str, shape: tuple[int, ...]) -> bool:
@@ -61,7 +71,7 @@ def _viewed(kind: Kind, shape: tuple[int, ...]) -> Kind | None:
 
 
 def _turned(kind: Kind, shape: tuple[int, ...]) -> Kind | None:
-    if isinstance(kind, Outer) and len(kind.shape) == 2:
+    if isinstance(kind, Outer) and (len(kind.shape) == 2 or (len(kind.shape) == 3 and kind.groups == kind.shape[0])):
         return replace(kind, turned=not kind.turned, shape=shape)
     if isinstance(kind, Dense | Scale):
         return Dense(kind.per_sample().mT.reshape(kind.n, *shape))
