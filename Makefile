@@ -24,6 +24,7 @@ format: .venv/.dev
 
 bench: .venv/.bench
 	$(BIN)/python benchmarks/capture_overhead.py --json benchmarks/results/capture_overhead.json
+	$(BIN)/python benchmarks/norms.py --json benchmarks/results/norms_cpu.json
 	$(BIN)/python benchmarks/tables.py
 
 docs: .venv/.dev

@@ -187,9 +187,10 @@ def check(way: Way, x: Tensor, y: Tensor, squares: Tensor, grads: list[Tensor | 
     way.model.zero_grad(set_to_none=True)
     found = way.step(way.model, x, y)
     loose = 0.05 if any(p.dtype == torch.bfloat16 for p in way.model.parameters()) else 1e-3
+    scale = max(wanted.norm() for wanted in grads if wanted is not None)
     for p, wanted in zip(way.model.parameters(), grads, strict=True):
-        if wanted is not None and p.grad is not None and (p.grad - wanted).norm() > loose * wanted.norm() + 1e-6:
-            return "WRONG .grad"
+        if wanted is not None and p.grad is not None and (off := (p.grad - wanted).norm() / scale) > loose:
+            return f"WRONG .grad, off by {off:.0e}"
     if found is None:
         return "-"
     off = (found[: len(squares)].float() / squares - 1).abs().max()

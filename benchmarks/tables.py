@@ -33,11 +33,38 @@ def capture_overhead(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def norms(result: dict[str, Any]) -> str:
+    machine = result["machine"]
+    about = ", ".join(f"{key} {value}" for key, value in machine.items())
+    lines = [about + (f", threads {result['threads']}." if result["device"] == "cpu" else ", bfloat16."), ""]
+    for model in result["models"]:
+        has_memory = any("memory" in row for row in model["rows"])
+        head = "| way | to a plain step | quartiles | peak memory | norms |" if has_memory else ""
+        lines += [f"**{model['model']}**", "", head or "| way | to a plain step | quartiles | norms |"]
+        lines.append("|---|---|---|---|---|" if has_memory else "|---|---|---|---|")
+        for row in model["rows"]:
+            if "note" in row:
+                lines.append(f"| {row['way']} | {row['note'].replace('|', '/')} | | |" + (" |" if has_memory else ""))
+                continue
+            ratio = row["to_plain"]
+            spread = f"{ratio['low']:.2f}, {ratio['high']:.2f}"
+            memory = f" {row['memory']:.2f}× |" if has_memory else ""
+            lines.append(f"| {row['way']} | {ratio['median']:.2f}× | {spread} |{memory} {row['norms']} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+TABLES = {"capture_overhead": capture_overhead, "norms_cpu": norms, "norms_cuda": norms}
+
+
 def main() -> None:
-    result = json.loads((ROOT / "results" / "capture_overhead.json").read_text())
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    after = rest.partition(END)[2]
-    PAGE.write_text(before + BEGIN + capture_overhead(result) + "\n" + END + after)
+    page = PAGE.read_text()
+    for name, make in TABLES.items():
+        begin = BEGIN.replace("tables.py", f"tables.py: {name}")
+        before, _, rest = page.partition(begin)
+        after = rest.partition(END)[2]
+        page = before + begin + make(json.loads((ROOT / "results" / f"{name}.json").read_text())) + "\n" + END + after
+    PAGE.write_text(page)
 
 
 if __name__ == "__main__":

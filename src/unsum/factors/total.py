@@ -55,8 +55,10 @@ def cross(one: Kind, other: Kind) -> Tensor | None:
     """(n,): ⟨G_n, G'_n⟩ of two kinds, where it takes no gradient formed."""
     if isinstance(one, Outer) and isinstance(other, Lookup):
         one, other = other, one
-    if isinstance(one, Lookup) and isinstance(other, Outer) and len(other.shape) == 2 and other.groups == 1:
-        return one.cross(other)
+    if isinstance(one, Lookup) and isinstance(other, Outer) and other.groups == 1:
+        rows, columns = (other.a, other.delta) if other.turned else (other.delta, other.a)
+        if other.shape == (rows.shape[-1], columns.shape[-1]):
+            return one.cross(other)
     return None
 
 
