@@ -47,6 +47,7 @@ RULES = {
     "slices of a weight": ("linear.mm", lambda: Using((9, D), lambda x, p: torch.cat([x @ p[:4].T, x @ p[4:].T.sin().asin()], -1)), SEQUENCES),
     "chunks of a weight": ("linear.mm", lambda: Using((9, D), lambda x, p: (x @ p.chunk(3)[1].T) * (x @ p.split([2, 3, 4])[2].T)[..., :3]), SEQUENCES),
     "a weight used twice": ("linear.mm", lambda: Using((D, D), lambda x, p: torch.tanh(x @ p) @ p), SEQUENCES),
+    "weight on the left": ("from_the_left", lambda: Using((3, D), lambda x, p: (p @ x.flatten(0, 1).T).T.view(N, T, 3)), SEQUENCES),
     "time first": ("linear.mm", lambda: Using((D, 3), lambda x, p: (x.transpose(0, 1) @ p).transpose(0, 1)), SEQUENCES),
     "embedding": ("lookup.embedding", lambda: nn.Embedding(20, D, padding_idx=3), IDS),
     "layer norm": ("norm.layer_norm_scale", lambda: nn.LayerNorm((T, D)), SEQUENCES),
@@ -307,6 +308,21 @@ def test_a_plan_is_never_stale(how):
         with torch.no_grad():
             for p in model.parameters():
                 p += 0.1 * torch.randn_like(p)
+
+
+def test_another_loss_after_a_forward_that_is_known(caplog):
+    model = mlp()
+    truth = per_sample_gradients(model, lambda m, x: m(x).abs().sum(), SEQUENCES)
+    for _ in range(2):
+        with unsum.gradients(model):
+            scalar(model, SEQUENCES).backward()
+    for attempt in range(3):
+        caplog.clear()
+        with unsum.gradients(model) as g:
+            model(SEQUENCES).abs().sum().backward()
+        for name, wanted in truth.items():
+            torch.testing.assert_close(g[name].per_sample(), wanted)
+        assert bool(caplog.records) == (attempt == 0)  # said once; from then on it is watched, and then known
 
 
 def test_an_interaction_is_found_after_plans_were_made():

@@ -218,7 +218,7 @@ class GradientsBlock:
             key = (signature(nodes, self._found.by_id), cut, roots, self._setting.exact)
             plan = recall(self._model, key, nodes)
             if plan is not None:
-                self._forward.begin()
+                self._forward.learnt(lasting=not self._saved.is_needed)
                 return plan
         self._is_checked = True
         self._sides.is_blind = not self._forward.watched
@@ -230,9 +230,10 @@ class GradientsBlock:
         count = number_of_samples if ids is None else lambda _: len(ids)
         with self._learn():
             plan = learn(call.roots, call.grads, nodes, known, self._setting, count)
-        if key is not None and plan.lasting:
+        lasting = key is not None and plan.lasting and not self._sides.is_blind
+        if lasting:
             remember(self._model, key, plan)
-        self._forward.learnt(lasting=key is not None and plan.lasting and not self._saved.is_needed)
+        self._forward.learnt(lasting=lasting and not self._saved.is_needed)
         log.info(
             "unsum: learnt a graph of %d nodes: %d meetings, %d by rule; %s",
             len(nodes),

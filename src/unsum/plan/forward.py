@@ -108,10 +108,6 @@ class Forward:
         """The graph of the forwards so far has a plan now, which may be used again or not."""
         for key, seen in self._since.items():
             know_forward(self._model, key, seen if lasting else None)
-        self.begin()
-
-    def begin(self) -> None:
-        """A backward has its plan: what follows are new calls."""
         self._since.clear()
         self._all_watched = True
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from unsum.factors.outer import Outer
 from unsum.factors.scale import Scale
+from unsum.graph.layout import Regular
 from unsum.rules.registry import Call, rule
 
 
@@ -25,7 +28,28 @@ def mm(call: Call) -> Outer:
     return Outer(call.take(call.saved("self")), call.take(call.delta), call.shape, turned=True)
 
 
-def _scaled(call: Call, name: str):  # type: ignore[no-untyped-def]
+@rule("MmBackward0", 0, 0)
+def mm_from_the_left(call: Call) -> Outer | None:
+    """y = W @ a, samples along the columns."""
+    return _columns(call, call.saved("mat2"), 1)
+
+
+@rule("AddmmBackward0", 1, 0)
+def addmm_from_the_left(call: Call) -> Outer | None:
+    """y = bias + W @ a, samples along the columns."""
+    return _columns(call, call.saved("mat2"), call.saved("alpha"))
+
+
+def _columns(call: Call, a: Tensor, factor: float) -> Outer | None:
+    layout = call.by.layout
+    if not isinstance(layout, Regular) or layout.dim != 1 or call.only_nobodys:
+        return None
+    apart = lambda x: x.T.unflatten(0, (-1, layout.n, layout.block)).movedim(1, 0).flatten(1, 2)
+    delta = apart(call.delta)
+    return Outer(apart(a), delta if factor == 1 else delta * factor, call.shape)
+
+
+def _scaled(call: Call, name: str) -> Tensor:
     factor = call.saved(name)
     delta = call.take(call.delta)
     return delta if factor == 1 else delta * factor
