@@ -6,7 +6,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -114,11 +114,14 @@ class Seen:
 
     is_data: bool  # whether it was given any data
     outputs: tuple[bool, ...] = ()  # which of its outputs have samples
+    times: int = 0  # how often it led to a graph with a plan
 
 
 def known_forward(model: nn.Module, key: Hashable) -> Seen | None:
-    """What was seen of a call with these flags, shapes and dtypes, if it led to a graph with a plan."""
-    return _forwards.get(model, {}).get(key)
+    """What was seen of a call with these flags, shapes and dtypes, if it led to a graph with a plan twice: then this is
+    a loop, and the call need not be watched again."""
+    seen = _forwards.get(model, {}).get(key)
+    return seen if seen is not None and seen.times > 1 else None
 
 
 def know_forward(model: nn.Module, key: Hashable, seen: Seen | None) -> None:
@@ -129,7 +132,8 @@ def know_forward(model: nn.Module, key: Hashable, seen: Seen | None) -> None:
         return
     if len(known) > 4 * _KEPT:
         known.clear()
-    known[key] = seen
+    before = known.get(key)
+    known[key] = replace(seen, times=1 if before is None else before.times + 1)
 
 
 def forget(model: nn.Module) -> None:
