@@ -22,7 +22,7 @@ from unsum.graph.rows import Rows
 from unsum.graph.sides import Sides
 from unsum.inplace import Token, token
 from unsum.nested import leaves
-from unsum.plan.plan import Seen, has_plans, know_forward, known_forward
+from unsum.plan.plan import Seen, is_in_a_loop, know_forward, known_forward
 from unsum.plan.signature import forward_key
 
 
@@ -94,7 +94,7 @@ class Forward:
 
     def open(self) -> None:
         """A block begins. What it computes is watched until a forward is known."""
-        self._watch(not has_plans(self._model))
+        self._watch(not is_in_a_loop(self._model))
 
     def close(self) -> None:
         """Let go of everything."""

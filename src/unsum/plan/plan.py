@@ -103,9 +103,9 @@ def remember(model: nn.Module, key: Hashable, plan: Plan) -> None:
         plans.popitem(last=False)
 
 
-def has_plans(model: nn.Module) -> bool:
-    """Whether any graph of the model was learnt."""
-    return bool(_plans.get(model))
+def is_in_a_loop(model: nn.Module) -> bool:
+    """Whether any call of the model need not be watched again."""
+    return any(seen.times > 1 for seen in _forwards.get(model, {}).values())
 
 
 @dataclass(frozen=True)
