@@ -1,9 +1,9 @@
-# make demo | test | check | bench | docs — each works alone from a clean clone; .venv is made when it is missing.
+# make demo | test | check | bench | tune | docs — each works alone from a clean clone; .venv is made when it is missing.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test check bench docs format clean
+.PHONY: demo test check bench tune docs format clean
 
 demo: .venv/.core
 	$(BIN)/unsum demo
@@ -26,6 +26,9 @@ bench: .venv/.bench
 	$(BIN)/python benchmarks/capture_overhead.py --json benchmarks/results/capture_overhead.json
 	$(BIN)/python benchmarks/norms.py --json benchmarks/results/norms_cpu.json
 	$(BIN)/python benchmarks/tables.py
+
+tune: .venv/.core
+	$(BIN)/python benchmarks/tune.py
 
 docs: .venv/.dev
 	$(BIN)/mkdocs build --strict

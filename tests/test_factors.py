@@ -501,3 +501,17 @@ def test_nested_tensors_are_refused_by_name():
     with pytest.raises(UnsupportedError, match="nested tensor"):
         with unsum.gradients(holder):
             holder(torch.randn(2, T, D)).square().sum().backward()
+
+
+def test_costs_that_were_measured_are_used(tmp_path, monkeypatch):
+    from unsum.kernels import costs
+
+    monkeypatch.setenv("UNSUM_CACHE", str(tmp_path))
+    costs.weights.cache_clear()
+    shape = (16, 128, 256, 768, torch.float32, "cpu")
+    assert costs.cheaper(*shape, want_sum=True) == "product"
+    costs.tuned().parent.mkdir(parents=True)
+    costs.tuned().write_text('{"cpu": {"product": 9.0, "pass": 1.0, "gram": 0.1, "plain": 1.0}}')
+    costs.weights.cache_clear()
+    assert costs.cheaper(*shape, want_sum=True) == "gram"
+    costs.weights.cache_clear()
