@@ -105,6 +105,10 @@ def _check(model: nn.Module, loss_fn: LossFunction, batch: Any, samples: Samples
         with gradients(model, samples=samples, interacting="exact") as g:
             losses = _losses(loss_fn, model, batch)
             losses.sum().backward(retain_graph=True)
+    if not len(losses):
+        raise SamplesError("there is nothing to check: the batch has no samples")
+    if len(g.ids) != len(losses):
+        raise SamplesError(f"loss_fn returned {len(losses)} losses for {len(g.ids)} samples")
     names, parameters = zip(
         *((name, dict(model.named_parameters(remove_duplicate=False))[name]) for name in g), strict=True
     )
@@ -115,8 +119,6 @@ def _check(model: nn.Module, loss_fn: LossFunction, batch: Any, samples: Samples
         ours = g[name].per_sample()
         off = max(float((ours[k] - _dense(row[i], ours[k])).norm()) for k, row in enumerate(truth))
         rows.append(Row(name, off / largest))
-    if len(g.ids) != len(losses):
-        raise SamplesError(f"loss_fn returned {len(losses)} losses for {len(g.ids)} samples")
     interacting = interacting or _mixing(model, loss_fn, batch, losses.detach())
     precise = all(p.dtype in (torch.float64, torch.complex128) for p in parameters)
     return Checked(rows, 1e-9 if precise else 1e-4, interacting, g.coverage())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from unsum.coverage import table
-from unsum.errors import SamplesError
+from unsum.errors import OptionError, SamplesError
 from unsum.factors.factors import Factors, Share
 from unsum.plan.intake import Intake
 from unsum.plan.plan import Meeting
@@ -39,7 +39,13 @@ class Gradients:
     ) -> None:
         self._names, self._samples = names, samples
         self._reducers, self._keep = reducers, keep
+        if not isinstance(params, str):
+            raise OptionError(f"params={params!r}: a glob that chooses parameters by name, such as 'blocks.*.weight'")
         chosen = fnmatch.filter(names.parameters, params)
+        if not chosen and params != "*":
+            raise OptionError(
+                f"params={params!r} fits no parameter; there are: {', '.join(list(names.parameters)[:8])}"
+            )
         self.parameters = {name: p for name in chosen if (p := names.parameters[name]).requires_grad}
         self.by_id: dict[int, str] = {}  # the first name of each
         for name, parameter in self.parameters.items():
@@ -77,11 +83,18 @@ class Gradients:
         """A backward has failed: its new samples are none."""
         self._groups.pop(calls, None)
 
-    def take_in(self, intake: Intake, calls: frozenset[int], scale: Tensor | float | None) -> None:
-        """Add what one backward brought, for the samples of these forwards."""
+    def take_in(
+        self,
+        intake: Intake,
+        calls: frozenset[int],
+        scale: Tensor | float | None,
+        unscale: Tensor | float | None,
+    ) -> None:
+        """Add what one backward brought, for the samples of these forwards; `scale` multiplies the samples' gradients,
+        `unscale` what is nobody's."""
         self.backwards += 1
         shares = {key: Share(intake.n, kinds, scale) for key, kinds in intake.kinds.items()}
-        nobodys = {key: value if scale is None else value * scale for key, value in intake.nobodys.items()}
+        nobodys = {key: value if unscale is None else value * unscale for key, value in intake.nobodys.items()}
         _add(self._groups[calls], Group(intake.n, torch.empty(0), shares, nobodys))
         for key, met in intake.meetings.items():
             self._meetings.setdefault(key, {}).update(met)
@@ -149,7 +162,8 @@ class Gradients:
 
     def sq_norms(self) -> Tensor:
         """(n,): over all parameters."""
-        return torch.stack([self[name].sq_norms().double() for name in self]).sum(0)
+        parts = [self[name].sq_norms().double() for name in self]
+        return torch.stack(parts).sum(0) if parts else torch.zeros(len(self.ids), dtype=torch.float64)
 
     def norms(self) -> Tensor:
         """(n,): over all parameters."""

@@ -25,7 +25,7 @@ from unsum.graph.sides import Sides
 from unsum.keeping import current_scale
 from unsum.kernels.product import wide
 from unsum.plan.forward import Forward
-from unsum.plan.intake import Intake, accumulate
+from unsum.plan.intake import Intake, accumulate, is_listened
 from unsum.plan.learn import Setting, inside, learn, number_of_samples
 from unsum.plan.plan import Plan, recall, remember
 from unsum.plan.run import Run
@@ -90,6 +90,7 @@ class GradientsBlock:
         self._rounding = 1e-9
         self._is_checked = self._is_new = False
         self._scale: Tensor | float | None = None
+        self._unscale: Tensor | float | None = None
         self._calls: frozenset[int] = frozenset()
         self._handles: list[hooks.Handle] = []
         for module, name in {module: name for name, module in reversed(self._names.modules.items())}.items():
@@ -162,6 +163,7 @@ class GradientsBlock:
         options = self._options
         loss_scale = None if options.scaler is None else current_scale(options.scaler)
         scale = None if loss_scale is None else 1 / loss_scale
+        self._unscale = scale
         self._scale = scale if not options.mean else plan.n * (1 if scale is None else scale)
         for reducer in options.reducers:
             reducer.begin(plan.n, again)
@@ -189,8 +191,13 @@ class GradientsBlock:
         if call.inputs or not call.accumulates or self._is_checked or len(hooks.here()) != 1:
             return frozenset()
         if not self._options.grad:
-            return plan.spare
-        return plan.cheap if any(isinstance(r, Norms) for r in self._options.reducers) else frozenset()
+            skipped = plan.spare
+        else:
+            skipped = plan.cheap if any(isinstance(r, Norms) for r in self._options.reducers) else frozenset()
+        if not skipped:
+            return skipped
+        wanted = self._setting.wanted
+        return skipped - {name for key, name in self._found.by_id.items() if is_listened(wanted[key])}
 
     def _deliver(self, parameter: nn.Parameter, value: Tensor) -> None:
         if self._options.grad:
@@ -307,7 +314,7 @@ class GradientsBlock:
         if self._is_checked:
             self._check_sum(intake)
         intake.finish()
-        self._found.take_in(intake, self._calls, self._scale)
+        self._found.take_in(intake, self._calls, self._scale, self._unscale)
 
     def _receiver(self, parameter: nn.Parameter) -> Any:
         key = id(parameter)

@@ -34,9 +34,12 @@ class Ids:
 
     given: Tensor
     flat: bool = False  # rows may also come flattened into one, or as one row
+    count: int | None = None  # how many there are, also if some have no position
 
     @property
     def ids(self) -> Tensor:
+        if self.count is not None:
+            return torch.arange(self.count)
         found = self.given.unique()
         return found[found >= 0]
 
@@ -79,7 +82,7 @@ def packed(cu_seqlens: Tensor) -> Ids:
     ends = torch.as_tensor(cu_seqlens).cpu().long()
     if ends.dim() != 1 or len(ends) < 2 or ends[0] != 0 or bool((ends.diff() < 0).any()):
         raise SamplesError("packed samples: cu_seqlens begins with 0 and never decreases: [0, 3, 5] for two documents")
-    return Ids(torch.repeat_interleave(torch.arange(len(ends) - 1), ends.diff()), flat=True)
+    return Ids(torch.repeat_interleave(torch.arange(len(ends) - 1), ends.diff()), flat=True, count=len(ends) - 1)
 
 
 def read(samples: Samples | Tensor | None) -> Samples:

@@ -113,7 +113,7 @@ class Factors:
         for share in self._shares:
             each = [kind.project(left, right).to(self._dtype) for kind in share.kinds]
             parts.append(share.times(sum(each[1:], each[0])) if each else self._zeros(share.n, k, k))
-        return torch.cat(parts).flatten(1)
+        return torch.cat(parts).flatten(1).to(self._dtype)
 
     def per_token(self) -> Tensor:
         """(n, t, *shape): the part of each position; padded with zeros where samples have unequal numbers."""
@@ -200,8 +200,8 @@ def formed(name: str, parameter: Tensor, values: Tensor) -> Factors:
 def projection(name: str, seed: int, k: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     """Two random matrices (k, rows) and (columns, k), scaled so that E⟨LGR, LHR⟩ = ⟨G, H⟩."""
     generator = torch.Generator().manual_seed((zlib.crc32(name.encode()) << 16) + seed)
-    left = torch.randn(k, rows, generator=generator) / k**0.5
-    return left, torch.randn(columns, k, generator=generator) / k**0.5
+    left = torch.randn(k, rows, generator=generator, dtype=torch.float32) / k**0.5
+    return left, torch.randn(columns, k, generator=generator, dtype=torch.float32) / k**0.5
 
 
 def _padded(tensors: list[Tensor]) -> list[Tensor]:

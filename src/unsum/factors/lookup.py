@@ -42,7 +42,7 @@ class Lookup:
     def tokens(self) -> Tensor:
         """(n, t, rows, d): the part of each position."""
         n, t = self.ids.shape
-        each = Lookup(self.ids.view(-1, 1), self.delta.flatten(0, 1)[:, None], self.shape, dtype=self.dtype)
+        each = Lookup(self.ids.reshape(-1, 1), self.delta.flatten(0, 1)[:, None], self.shape, dtype=self.dtype)
         return each.per_sample().view(n, t, *self.shape)
 
     def sum(self) -> Tensor:

@@ -69,6 +69,12 @@ class Codes:
         owner = self._owner(plain, scaled, size)
         return None if owner is None else complete(owner, self.n)
 
+    def is_full(self, layout: Layout, plain: Tensor) -> bool:
+        """Whether every sample has a gradient somewhere."""
+        assert isinstance(layout, Regular)
+        axes = [d for d in range(plain.dim() + 2) if d != layout.dim + 1]
+        return bool((plain != 0).unflatten(layout.dim, (-1, layout.n, layout.block)).sum(axes).all())
+
     def _guess(self, plain: Tensor, scaled: list[Tensor]) -> Tensor:
         """The likeliest owner of each position, where noise (bfloat16, atomics) blurs the ratios."""
         owner = torch.zeros(plain.shape, dtype=torch.long, device=plain.device)

@@ -34,6 +34,7 @@ class Swept:
 
     owners: dict[Node, Owners | None] = field(default_factory=dict)  # None where positions mix samples
     hidden: dict[Node, list[Owners]] = field(default_factory=dict)  # of the backwards that a node runs by itself
+    is_fragile: bool = False  # whether zeros alone keep samples apart, which other values would mix
 
 
 def sweep(
@@ -79,7 +80,10 @@ def sweep(
         for edge, (child, output) in enumerate(node.next_functions):
             if child is None or is_leaf(child) or results[0][edge] is None:
                 continue
-            for stream, value in enumerate(_in_range([result[edge] for result in results])):
+            values = _in_range([result[edge] for result in results])
+            if is_data(child) and not found.is_fragile:
+                found.is_fragile = _is_fragile(front, child, output, values, codes)
+            for stream, value in enumerate(values):
                 if value is not None:
                     _add(front, child, output, stream, value, copies)
             if owners is not None:
@@ -97,6 +101,22 @@ def _add(front: Front, node: Node, output: int, stream: int, value: Tensor, copi
         front[node] = [[None] * len(node._input_metadata) for _ in range(copies + 1)]
     known = front[node][stream][output]
     front[node][stream][output] = value if known is None else known + value
+
+
+def _is_fragile(front: Front, node: Node, output: int, values: list[Tensor | None], codes: Codes) -> bool:
+    """Whether of two gradients that meet at a node one says nothing of some sample, or has another layout: a mask or a
+    weight of zero keeps a branch out in which samples may have changed places."""
+    before = [stream[output] for stream in front[node]] if node in front else [None]
+    if before[0] is None or values[0] is None:
+        return False
+    layouts = []
+    for streams in (before, values):
+        plain, *scaled = [torch.zeros_like(streams[0]) if s is None else s for s in streams]  # type: ignore[arg-type]
+        layout = codes.read(plain, scaled, only_regular=True)
+        if layout is None or not codes.is_full(layout, plain):
+            return True
+        layouts.append(layout)
+    return layouts[0] != layouts[1]
 
 
 def _in_range(values: list[Tensor | None]) -> list[Tensor | None]:

@@ -83,7 +83,9 @@ class Sides(TorchFunctionMode):
         inputs = list(_tensors((args, kwargs)))
         kinds = self._kinds_of(name, inputs)
         self._note_mixing(func, args, kwargs, kinds)
-        at = {t.grad_fn: self._kind(t) == "data" for t in inputs if t.grad_fn is not None}
+        # Inside a custom Function's forward torch may hold a lock while it asks for the very grad_fn: do not read it.
+        records = torch.is_grad_enabled()
+        at = {t.grad_fn: self._kind(t) == "data" for t in inputs if t.grad_fn is not None} if records else {}
         memory = {_memory(t) for t in inputs if self._kind(t) in ("data", "ids")} - {None}
         with self._saved.over_checkpoint():
             result = func(*args, **kwargs)
@@ -93,7 +95,7 @@ class Sides(TorchFunctionMode):
                 continue
             kind = "positions" if name == "arange" and not _is_real(tensor) else _result_kind(kinds, _is_real(tensor))
             self._kinds[tensor] = kind
-            if tensor.grad_fn is None or tensor.grad_fn in at:
+            if not records or tensor.grad_fn is None or tensor.grad_fn in at:
                 continue
             if kind == "data":
                 self._note_data(tensor.grad_fn, at, memory)

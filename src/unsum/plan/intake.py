@@ -81,9 +81,11 @@ class Intake:
                 self._complete(key)
         if self._pool is not None:
             self._pool.flush()
-        left = [name for key, name in self._names.items() if key not in self._done]
+        left = {key: name for key, name in self._names.items() if key not in self._done}
         for reducer in self._reducers:
-            reducer.end(left)
+            for key, name in left.items():  # there, with zeros
+                reducer.take(name, Factors(name, self._wanted[key], [Share(self.n)]))
+            reducer.end(list(left.values()))
 
     def found(self, key: int) -> Tensor | None:
         """The sum of all that came to a parameter, samples' and nobody's; None if nothing is held of it."""
@@ -94,7 +96,7 @@ class Intake:
     def _waits(self, key: int) -> bool:
         """Whether a parameter's factors wait for others of their shape."""
         name, parameter, kinds = self._names[key], self._wanted[key], self.kinds[key]
-        if self._pool is None or len(kinds) != 1 or is_listened(parameter):
+        if self._pool is None or len(kinds) != 1:
             return False
         return self._pool.add(name, parameter, kinds[0], wants_sum=name in self._skipped)
 
@@ -127,20 +129,17 @@ class Intake:
 
 def is_listened(parameter: nn.Parameter) -> bool:
     """Whether somebody waits for a parameter's gradient: hooks of the user's, or a process group (whose hooks cannot be
-    seen from here)."""
+    seen from here). Such a gradient is left to torch."""
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         return True
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def accumulate(parameter: nn.Parameter, value: Tensor) -> None:
-    """Add to `.grad` as torch would: where somebody listens, through the parameter's own place in the graph."""
-    value = value.to(parameter.dtype)
-    if is_listened(parameter):
-        with torch.enable_grad():
-            alias = parameter.view_as(parameter)
-        torch.autograd.backward(alias, value)
-    elif parameter.grad is None:
+    """Add to `.grad` as torch would: memory of its own, laid out as the parameter is."""
+    if parameter.grad is not None:
+        parameter.grad.add_(value)
+    elif value.dtype == parameter.dtype and value.stride() == parameter.stride() and not value._is_view():
         parameter.grad = value
     else:
-        parameter.grad.add_(value)
+        parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(value)

@@ -28,6 +28,8 @@ _PRODUCTS = {"MmBackward0": (0, 1), "BmmBackward0": (0, 1), "AddmmBackward0": (1
 
 def lasting_indices(swept: Swept, place: Mapping[Node, int], mixed: set[Node]) -> tuple[Indices, ...] | None:
     """The numbers that must be the same for a plan to hold again; None if it may never be used again."""
+    if swept.is_fragile:
+        return None
     found: list[Indices] = []
     for node, owners in swept.owners.items():
         if owners is None:
@@ -59,12 +61,12 @@ def _layout(owners: Mapping[Node, Owners | None], child: Node, output: int) -> L
 
 
 def _contracts_samples(node: Node, data: list[tuple[int, Node, int]], owners: Mapping[Node, Owners | None]) -> bool:
-    """Whether a product of data with data sums over positions of several samples."""
+    """Whether a product sums over positions of several samples: zeros alone keep them apart."""
     left, right = _PRODUCTS[node.name()]
     edges = {edge: (child, output) for edge, child, output in data}
-    if left not in edges or right not in edges:
-        return False
     for edge, contracted in ((left, -1), (right, -2)):
+        if edge not in edges:
+            continue
         layout = _layout(owners, *edges[edge])
         if not isinstance(layout, Regular) or layout.dim == len(layout.shape) + contracted:
             return True

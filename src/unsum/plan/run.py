@@ -118,6 +118,8 @@ class Run:
         kind = route.rule.make(call)
         if kind is None:
             return False
+        if isinstance(kind, Outer | Scale | Lookup) and (lengths := route.by.lengths) is not None:
+            kind = replace(kind, lengths=lengths)
         if route.parameter is not None and isinstance(kind, Outer | Scale | Lookup | Windows):
             parameter = self._parameters.get(route.parameter)
             if parameter is not None:
