@@ -14,7 +14,8 @@ import unsum
 N = 3
 SMALL = [
     "resnet10t", "resnetv2_18", "mobilenetv2_035", "mobilenetv3_small_050", "efficientnet_lite0", "convnext_atto",
-    "convnextv2_atto", "regnetx_002", "repvgg_a0", "ghostnet_050", "lcnet_035", "tinynet_e", "mnasnet_small", "rexnet_100",
+    "convnextv2_atto", "regnetx_002", "repvgg_a0", "ghostnet_050", "lcnet_035", "tinynet_e", "mnasnet_small",
+    "rexnet_100",
     "hrnet_w18_small", "densenet121", "dla46_c", "edgenext_xx_small", "mobilevit_xxs", "fastvit_t8", "poolformer_s12",
     "resmlp_12_224", "mixer_s32_224", "vit_tiny_patch16_224", "deit_tiny_patch16_224", "xcit_nano_12_p16_224",
     "pvt_v2_b0", "levit_128s", "coat_lite_tiny", "efficientformer_l1", "swin_tiny_patch4_window7_224",

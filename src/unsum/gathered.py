@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from unsum.coverage import table
 from unsum.errors import OptionError, SamplesError
 from unsum.factors.factors import Factors, Share
+from unsum.factors.total import Kind
 from unsum.plan.intake import Intake
 from unsum.plan.plan import Meeting
 from unsum.reducers import Reducer
@@ -93,7 +94,7 @@ class Gradients:
         """Add what one backward brought, for the samples of these forwards; `scale` multiplies the samples' gradients,
         `unscale` what is nobody's."""
         self.backwards += 1
-        shares = {key: Share(intake.n, kinds, scale) for key, kinds in intake.kinds.items()}
+        shares = {key: Share(intake.n, kinds, scale, _versions(kinds)) for key, kinds in intake.kinds.items()}
         nobodys = {key: value if unscale is None else value * unscale for key, value in intake.nobodys.items()}
         _add(self._groups[calls], Group(intake.n, torch.empty(0), shares, nobodys))
         for key, met in intake.meetings.items():
@@ -139,6 +140,11 @@ class Gradients:
                 "the block with keep=True"
             )
         shares = [group.shares.get(key, Share(group.n)) for group in groups]
+        if any(share.is_changed() for share in shares):
+            raise SamplesError(
+                f"{name}: a tensor that it met was changed in place since the backward.\n  read the gradients "
+                "before, or give the model a copy"
+            )
         nobodys = [group.nobodys[key] for group in groups if key in group.nobodys]
         shared = sum(nobodys[1:], nobodys[0]) if nobodys else None
         return Factors(self.by_id[key], parameter, shares, shared)
@@ -193,9 +199,15 @@ def _add(group: Group, new: Group) -> None:
         if known is None:
             group.shares[key] = share
         elif known.scale is share.scale:
-            group.shares[key] = Share(share.n, known.kinds + share.kinds, share.scale)
+            group.shares[key] = Share(share.n, known.kinds + share.kinds, share.scale, known.held + share.held)
         else:  # another loss scale
             kinds = [kind if s.scale is None else kind.times(s.scale) for s in (known, share) for kind in s.kinds]
-            group.shares[key] = Share(share.n, kinds)
+            group.shares[key] = Share(share.n, kinds, None, known.held + share.held)
     for key, value in new.nobodys.items():
         group.nobodys[key] = group.nobodys[key] + value if key in group.nobodys else value
+
+
+def _versions(kinds: Sequence[Kind]) -> list[tuple[Tensor, int]]:
+    """The tensors that the factors refer to, and which version of them."""
+    held = [getattr(kind, name) for kind in kinds for name in ("a", "x", "ids", "delta") if hasattr(kind, name)]
+    return [(t, t._version) for t in held if isinstance(t, Tensor) and not t.is_inference()]

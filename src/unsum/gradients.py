@@ -166,6 +166,8 @@ class GradientsBlock:
         self._unscale = scale
         self._scale = scale if not options.mean else plan.n * (1 if scale is None else scale)
         for reducer in options.reducers:
+            if hasattr(reducer, "select"):
+                reducer.select(self._calls, self._forward.positions)
             reducer.begin(plan.n, again)
         skipped = self._skipped(call, plan)
         self._intake = Intake(
@@ -214,7 +216,8 @@ class GradientsBlock:
         if not known:
             raise SamplesError(
                 "cannot tell whose gradient this is: no tensor with known samples lies between loss and model.\n"
-                "  call the model inside the block, say samples=unsum.dim(k), or unsum.mark_samples(losses)"
+                + self._forward.mismatch()
+                + "  call the model inside the block, say samples=unsum.dim(k), or unsum.mark_samples(losses)"
             )
         self._is_checked = not self._setting.rules
         key: Hashable = None

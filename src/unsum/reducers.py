@@ -36,9 +36,21 @@ class _Reducer:
 
     def reset(self) -> None:
         """Forget everything: a block begins."""
+        self._calls: list[frozenset[int]] = []  # of each group of samples: the forwards that they came with
         self._sizes: list[int] = []
-        self._again = False
+        self._now = 0  # which group the backward under way belongs to
+        self._positions: int | None = None
         self.left_out: list[str] = []
+
+    def select(self, calls: frozenset[int], positions: int | None) -> None:
+        """The samples of these forwards have a backward; their input has so many positions, if that is known."""
+        known = [k for k, group in enumerate(self._calls) if group & calls]
+        self._now = known[0] if known else len(self._calls)
+        self._positions = positions
+        if known:
+            self._calls[self._now] |= calls
+        else:
+            self._calls.append(calls)
 
     def begin(self, n: int, again: bool) -> None:
         """A backward with n samples begins."""
@@ -47,7 +59,6 @@ class _Reducer:
                 f"{type(self).__name__}: a second backward through the same samples; what it gives does not add up.\n"
                 "  add the losses before one backward, or keep the factors (keep=True)"
             )
-        self._again = again
         if not again:
             self._sizes.append(n)
 
@@ -57,6 +68,13 @@ class _Reducer:
     def _check(self) -> None:
         if not self._sizes:
             raise SamplesError(f"{type(self).__name__}: no backward was seen, so there are no samples")
+
+    def _in_order(self, parts: dict[int, Tensor]) -> Tensor:
+        """(n, …): what each group has, in the order of the forwards; zeros where there is nothing."""
+        like = next(iter(parts.values()))
+        order = sorted(range(len(self._sizes)), key=lambda k: min(self._calls[k]))
+        found = [parts[k] if k in parts else like.new_zeros(self._sizes[k], *like.shape[1:]) for k in order]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
 
 class Norms(_Reducer):
@@ -73,7 +91,7 @@ class Norms(_Reducer):
 
     def reset(self) -> None:
         super().reset()
-        self._by_parameter: dict[str, list[Tensor]] = {}
+        self._by_parameter: dict[str, dict[int, Tensor]] = {}
 
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
@@ -81,28 +99,18 @@ class Norms(_Reducer):
 
     def put(self, name: str, sq_norms: Tensor) -> None:
         """Squared norms that were had with something else."""
-        parts = self._by_parameter.setdefault(name, [])
-        before = len(self._sizes) - 1
-        parts += [sq_norms.new_zeros(n) for n in self._sizes[len(parts) : before]]  # not reached before
-        parts.append(sq_norms)
+        self._by_parameter.setdefault(name, {})[self._now] = sq_norms
 
     def by_parameter(self) -> dict[str, Tensor]:
         """{name: (n,)}: squared norms of each parameter's part."""
         self._check()
-        return {
-            name: torch.cat(parts + [parts[0].new_zeros(n) for n in self._sizes[len(parts) :]])
-            for name, parts in self._by_parameter.items()
-        }
+        return {name: self._in_order(parts) for name, parts in self._by_parameter.items()}
 
     def sq_norms(self) -> Tensor:
         """(n,): squared norms over all parameters."""
-        self._check()
-        if not self._by_parameter:
+        parts = list(self.by_parameter().values())
+        if not parts:
             return torch.zeros(sum(self._sizes))
-        if len(self._sizes) == 1:
-            parts = [part for (part,) in self._by_parameter.values()]
-        else:
-            parts = list(self.by_parameter().values())
         return torch.stack([part.to(parts[0].device) for part in parts]).sum(0)
 
     def norms(self) -> Tensor:
@@ -128,14 +136,8 @@ class TokenNorms(_Reducer):
 
     def reset(self) -> None:
         super().reset()
-        self._squares: list[dict[int, Tensor]] = []  # for each backward, by the number of positions
-        self._names: list[dict[int, list[str]]] = []
-
-    def begin(self, n: int, again: bool) -> None:
-        """A backward with n samples begins."""
-        super().begin(n, again)
-        self._squares.append({})
-        self._names.append({})
+        self._squares: dict[int, Tensor] = {}
+        self._new: dict[int, tuple[Tensor, list[str]]] = {}  # of this backward, by the number of positions
 
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
@@ -144,27 +146,26 @@ class TokenNorms(_Reducer):
         except SamplesError:
             self.left_out.append(name)
             return
-        t = squares.shape[1]
-        known = self._squares[-1].get(t)
-        self._squares[-1][t] = squares if known is None else known + squares
-        self._names[-1].setdefault(t, []).append(name)
+        known = self._new.get(squares.shape[1])
+        self._new[squares.shape[1]] = (squares, [name]) if known is None else (known[0] + squares, [*known[1], name])
 
     def end(self, left: Sequence[str]) -> None:
-        """The backward is over: the positions that most parameters have are the input's."""
-        counts = {t: len(names) for t, names in self._names[-1].items()}
-        wanted = self._given if self._given is not None else max(counts, key=lambda t: (counts[t], t), default=0)
-        self.left_out += [name for t, names in self._names[-1].items() if t != wanted for name in names]
-        kept = self._squares[-1].get(wanted)
-        self._squares[-1] = {} if kept is None else {wanted: kept}
+        """The backward is over. Where the input does not tell its positions, those that most parameters have are it."""
+        counts = {t: len(names) for t, (_, names) in self._new.items()}
+        wanted = self._given or self._positions or max(counts, key=lambda t: (counts[t], t), default=0)
+        self.left_out += [name for t, (_, names) in self._new.items() if t != wanted for name in names]
+        if wanted in self._new:
+            self._squares[self._now] = self._new[wanted][0]
+        self._new = {}
 
     def sq_norms(self) -> Tensor:
         """(n, t)."""
         self._check()
-        found = [next(iter(squares.values())) for squares in self._squares if squares]
-        if not found:
-            raise SamplesError("TokenNorms: no parameter has positions")
-        longest = max(part.shape[1] for part in found)
-        return torch.cat([torch.nn.functional.pad(part, (0, longest - part.shape[1])) for part in found])
+        if not self._squares:
+            raise SamplesError("TokenNorms: no parameter has the input's positions")
+        longest = max(part.shape[1] for part in self._squares.values())
+        pad = torch.nn.functional.pad
+        return self._in_order({k: pad(part, (0, longest - part.shape[1])) for k, part in self._squares.items()})
 
     def norms(self) -> Tensor:
         """(n, t)."""
@@ -200,13 +201,26 @@ class WeightedSum(_Reducer):
         self._sums: dict[str, Tensor] = {}
         self._held: dict[str, Factors] = {}
 
+    def begin(self, n: int, again: bool) -> None:
+        """A backward with n samples begins."""
+        super().begin(n, again)
+        late = any(min(self._calls[self._now]) < min(calls) for calls in self._calls)
+        if not callable(self._w) and late and not again:
+            raise SamplesError(
+                "WeightedSum(w): the weights are in the order of the forwards, and this backward comes after one of a "
+                "later forward.\n  call backward in the order of the forwards, or give a function of the norms"
+            )
+
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
         if callable(self._w):
             self._held[name] = factors
-        else:
-            last = sum(self._sizes)
-            self._add(name, factors, self._w[last - factors.n : last])
+            return
+        first = sum(self._sizes[: self._now])
+        w = self._w[first : first + factors.n]
+        if len(w) != factors.n:
+            raise SamplesError(f"WeightedSum: {len(self._w)} weights for {sum(self._sizes)} samples")
+        self._add(name, factors, w)
 
     def _add(self, name: str, factors: Factors, w: Tensor) -> None:
         value = factors.weighted_sum(w)
@@ -279,25 +293,18 @@ class Project(_Reducer):
 
     def reset(self) -> None:
         super().reset()
-        self._parts: dict[str, list[Tensor]] = {}
+        self._parts: dict[str, dict[int, Tensor]] = {}
 
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
         value = factors.project(self._k, self._seed)
-        parts = self._parts.setdefault(name, [])
-        if self._again and len(parts) == len(self._sizes):
-            parts[-1] = parts[-1] + value
-            return
-        parts += [value.new_zeros(n, value.shape[1]) for n in self._sizes[len(parts) : -1]]
-        parts.append(value)
+        parts = self._parts.setdefault(name, {})
+        parts[self._now] = parts[self._now] + value if self._now in parts else value
 
     def by_parameter(self) -> dict[str, Tensor]:
         """{parameter: (n, k·k)}."""
         self._check()
-        return {
-            name: torch.cat(parts + [parts[0].new_zeros(n, parts[0].shape[1]) for n in self._sizes[len(parts) :]])
-            for name, parts in self._parts.items()
-        }
+        return {name: self._in_order(parts) for name, parts in self._parts.items()}
 
     def matrix(self) -> Tensor:
         """(n, K): the parameters side by side, by name."""

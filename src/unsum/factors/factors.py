@@ -27,6 +27,13 @@ class Share:
     n: int
     kinds: list[Kind] = field(default_factory=list)
     scale: Tensor | float | None = None
+    held: list[tuple[Tensor, int]] = field(
+        default_factory=list
+    )  # the user's tensors among the factors, and their versions
+
+    def is_changed(self) -> bool:
+        """Whether a tensor among the factors was changed in place since."""
+        return any(tensor._version != version for tensor, version in self.held)
 
     def times(self, value: Tensor, power: int = 1) -> Tensor:
         """A result with the scale put in."""

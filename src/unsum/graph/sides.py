@@ -22,7 +22,7 @@ from unsum.graph.saved import Saved, saved_by
 from unsum.nested import leaves
 
 _LIKE_THE_FIRST = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
-_PASSED_OVER = {"backward", "register_hook", "size", "dim", "stride", "numel", "is_floating_point"}
+_PASSED_OVER = {"__set__", "backward", "register_hook", "size", "dim", "stride", "numel", "is_floating_point"}
 
 
 class Sides(TorchFunctionMode):

@@ -43,6 +43,7 @@ class Forward:
         self._model, self._samples, self._sides, self._verify = model, samples, sides, verify
         self._modules, self._parameters = list(model.modules()), list(model.parameters())
         self.rows = Rows()
+        self.positions: int | None = None  # of the input of the last call, if it is tokens
         self.calls = 0  # outermost ones
         self.sizes: dict[int, None] = {}  # the numbers of samples that they were given
         self.trying = False  # the model is being run for our own sake
@@ -53,6 +54,7 @@ class Forward:
         self._numbers = itertools.count()
         self._outer: tuple[Callable[..., Any], Any, Any] | None = None
         self._key: Hashable = None
+        self._shapes = ""
         self._watching = False
         self._seen: Seen | None = None
         self._since: dict[Hashable, Seen] = {}  # the calls since the last backward
@@ -73,6 +75,8 @@ class Forward:
         self._watch(self._seen is None)
         k = self._samples.k if isinstance(self._samples, sample_maps.Dim) else 0
         self._n = _number(given, k)
+        self._shapes = ", ".join(str(tuple(t.shape)) for t in given)
+        self.positions = next((_positions(t) for t in given if t.dim() > 1), None) if k == 0 else None
         if not self._is_data(given):
             self._n = None  # positions, say: what comes of them belongs to nobody
 
@@ -209,6 +213,13 @@ class Forward:
         calls = frozenset(entry.call for entry in found.values())
         return {edge: entry.owners for edge, entry in found.items()}, calls
 
+    def mismatch(self) -> str:
+        """A line that says that `samples=` does not fit what the model was given; empty if it may."""
+        if not isinstance(self._samples, sample_maps.Ids) or not self._shapes:
+            return ""
+        said = tuple(self._samples.given.shape)
+        return f"  samples= names positions of shape {said}; the model was last given {self._shapes}\n"
+
     def last_call(self) -> frozenset[int]:
         """The last call, for a loss that comes from no output that could be cut."""
         return frozenset([self.calls - 1])
@@ -233,3 +244,9 @@ def _number(given: Sequence[Tensor], k: int) -> int | None:
     if k == 0 and first.is_floating_point() and len(ids) > 1 and len(set(ids)) == 1 and 0 < ids[0] < n:
         return ids[0] if n % ids[0] == 0 else n
     return n
+
+
+def _positions(tensor: Tensor) -> int | None:
+    """How many tokens a sample has, if this is token ids or a row of vectors."""
+    is_ids = tensor.dim() == 2 and not tensor.is_floating_point()
+    return int(tensor.shape[1]) if is_ids or tensor.dim() == 3 else None

@@ -24,7 +24,7 @@ from unsum.factors.scale import Scale
 from unsum.factors.total import Kind
 from unsum.factors.windows import Windows
 from unsum.graph.codes import TOLERANCE
-from unsum.graph.layout import NOBODY, UNSEEN, Regular
+from unsum.graph.layout import NOBODY, UNSEEN, Layout, Regular
 from unsum.graph.nodes import Node, below, is_leaf
 from unsum.graph.replay import Grads, replay
 from unsum.kernels.product import wide
@@ -68,6 +68,8 @@ class Run:
         self._origins: dict[Node, dict[Meeting, None]] = {}  # where the streams of a node without owners met data
         self._formed: dict[int, tuple[Tensor, Tensor, dict[Meeting, None]]] = {}  # parameter, gradients, from where
         self._handles: list[hooks.Handle] = []
+        self._largest = 0.0  # gradient so far, where some positions were not seen: beside it, others are rounding
+        self._doubts = any(_has_unseen(layout) for owners in plan.owned.values() for layout in owners)
 
     def attach(self) -> None:
         """Wait at the nodes that matter."""
@@ -99,9 +101,13 @@ class Run:
     def _owned(self, place: int, grads: Grads) -> None:
         node, owners = self._nodes[place], self.plan.owned[place]
         for grad, layout in zip(grads, owners, strict=True):
-            if isinstance(layout, Regular) or grad is None or not grad.numel():
+            if grad is None or not grad.numel():
                 continue
-            if layout is None or _is_unseen(layout.owner(grad.device), grad):
+            if self._doubts:
+                self._largest = max(self._largest, float(torch.where(grad.isfinite(), grad.abs(), 0).max()))
+            if not isinstance(layout, Regular) and (
+                layout is None or _is_unseen(layout.owner(grad.device), grad, self._largest)
+            ):
                 self._to.unknown(node.name())
         done = []
         delta = grads[0]
@@ -204,9 +210,11 @@ class Run:
         values[sample] += value
 
 
-def _is_unseen(owner: Tensor, grad: Tensor) -> bool:
-    """Whether a gradient arrives where the sweep has not come; a NaN counts as one."""
-    size = grad.abs()
-    finite = torch.where(size.isfinite(), size, 0)
+def _has_unseen(layout: Layout | None) -> bool:
+    return not isinstance(layout, Regular) and (layout is None or bool((layout.map == UNSEEN).any()))
+
+
+def _is_unseen(owner: Tensor, grad: Tensor, largest: float) -> bool:
+    """Whether a gradient arrives where the sweep has not come; a NaN counts as one, rounding does not."""
     small = 10 * TOLERANCE.get(grad.dtype, (0, 1e-3))[1]
-    return bool(((owner == UNSEEN) & ~(size <= small * finite.max())).any())
+    return bool(((owner == UNSEEN) & ~(grad.abs() <= small * largest)).any())

@@ -1,0 +1,277 @@
+"""Programs that once broke gradients by sample, each with plain autograd as the truth."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import unsum
+from unsum.errors import InteractionError, OptionError, SamplesError
+
+N = 4
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(before)
+
+
+def truth_of(model, losses):
+    grads = [
+        torch.autograd.grad(loss, list(model.parameters()), retain_graph=True, allow_unused=True) for loss in losses
+    ]
+    return {
+        name: torch.stack([torch.zeros_like(p) if row[k] is None else row[k] for row in grads])
+        for k, (name, p) in enumerate(model.named_parameters())
+    }
+
+
+def compare(model, call, **options):
+    with unsum.gradients(model, **options) as g:
+        losses = call().flatten(1).square().sum(1)
+        losses.sum().backward(retain_graph=True)
+    for name, wanted in truth_of(model, losses).items():
+        torch.testing.assert_close(g[name].per_sample(), wanted, msg=name)
+
+
+def test_a_hook_that_steps_when_a_gradient_is_there():
+    """The optimizer in the backward: the weight may not change before its node has run."""
+
+    def train(watched):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 5, 8)
+
+        def step(p):
+            p.data.add_(p.grad, alpha=-0.01)
+            p.grad = None
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(step)
+        for _ in range(4):
+            if watched:
+                with unsum.gradients(model, unsum.Norms()):
+                    model(x).square().sum().backward()
+            else:
+                model(x).square().sum().backward()
+        return model[0].weight.detach()
+
+    torch.testing.assert_close(train(True), train(False))
+
+
+def test_hooks_on_several_gradients_together():
+    model, x, heard = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 5, 8), []
+    torch.autograd.graph.register_multi_grad_hook([model[0].weight, model[1].weight], lambda g: heard.append(len(g)))
+    for _ in range(4):
+        with unsum.gradients(model, unsum.Norms()):
+            model(x).square().sum().backward()
+    assert heard == [2] * 4
+
+
+class Joined(nn.Module):
+    """Two branches, in one of which samples change places; a mask or a weight decides."""
+
+    def __init__(self, join):
+        super().__init__()
+        self.a, self.b, self.join = nn.Linear(3, 3), nn.Linear(3, 2), join
+
+    def forward(self, x, k):
+        h = self.join(self.a(x), k)
+        return self.join(self.b(torch.tanh(h)), k)
+
+
+JOINS = {
+    "where": lambda h, k: torch.where(k, h, h.flip(0)),
+    "weights": lambda h, k: k.double() * h + (1 - k.double()) * h.flip(0),
+    "rolls": lambda h, k: sum(h.roll(j, 0).masked_fill(k if j else ~k, 0) for j in (0, 2)),
+    "stacked": lambda h, k: (torch.stack([h, h.flip(0)]) * torch.stack([k, ~k])).sum(0),
+}
+
+
+@pytest.mark.parametrize("name", JOINS)
+def test_zeros_that_keep_samples_apart_are_not_remembered(name):
+    model, x = Joined(JOINS[name]), torch.randn(N, 3)
+    for k in (True, True, False, True):
+        compare(model, lambda: model(x, torch.full((N, 1), k)))  # noqa: B023
+
+
+def test_a_matrix_without_gradient_that_mixes_samples():
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q = nn.Linear(3, 3)
+
+        def forward(self, x, adjacency):
+            return torch.tanh(adjacency @ self.q(x))
+
+    model, x = Graph(), torch.randn(N, 3)
+    for adjacency in (torch.eye(N), torch.eye(N), torch.eye(N)[[1, 0, 3, 2]]):
+        compare(model, lambda: model(x, adjacency), interacting="exact")  # noqa: B023
+    with pytest.raises(InteractionError):
+        with unsum.gradients(model):
+            model(x, torch.ones(N, N) / N).square().sum().backward()
+
+
+def test_micro_batches_in_any_order_with_reducers():
+    model = nn.Linear(3, 1, bias=False)
+    small, large = torch.ones(1, 3), torch.full((2, 3), 5.0)
+    with unsum.gradients(model, unsum.Norms(), unsum.Project(k=1), keep=True) as g:
+        a, b = model(small).sum(), model(large).sum()
+        b.backward()
+        a.backward()
+    torch.testing.assert_close(g[unsum.Norms].norms(), g.norms())
+    torch.testing.assert_close(g[unsum.Project].matrix(), torch.cat([g["weight"].project(1)], 1))
+    weighted = unsum.WeightedSum(torch.tensor([1.0, 0.0, 0.0]))
+    with unsum.gradients(model, weighted):
+        a, b = model(small).sum(), model(large).sum()
+        a.backward(retain_graph=True)
+        b.backward()
+        a.backward()
+    torch.testing.assert_close(weighted.sum()["weight"], torch.full((1, 3), 2.0))
+    with pytest.raises(SamplesError, match="order"):
+        with unsum.gradients(model, weighted):
+            a, b = model(small).sum(), model(large).sum()
+            b.backward()
+            a.backward()
+
+
+def test_what_nothing_reaches_is_there_with_zeros():
+    class Either(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.b, self.c = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+
+        def forward(self, x, first):
+            return (self.b if first else self.c)(x)
+
+    model, x, found = Either(), torch.randn(3, 2), []
+    for first in (True, False):
+        reducers = unsum.Project(k=2), unsum.Norms(), unsum.SecondMoment(), unsum.WeightedSum(torch.ones(3))
+        with unsum.gradients(model, *reducers) as g:
+            model(x, first).square().sum().backward()
+        found.append(g[unsum.Project].matrix())
+        for names in (g[unsum.Norms].by_parameter(), g[unsum.SecondMoment].sum_squares(), g[unsum.WeightedSum].sum()):
+            assert set(names) == {"b.weight", "c.weight"}
+    assert found[0].shape == (3, 8) and not (found[0] @ found[1].T).any()
+
+
+def test_lengths_and_documents_without_a_position():
+    model = nn.Linear(3, 2)
+    with unsum.gradients(model, samples=torch.tensor([[0, 0, 1, -1], [2, 2, 2, 1]])) as g:
+        model(torch.randn(2, 4, 3)).sum().backward()
+    assert g["weight"].lengths.tolist() == [2, 2, 3]
+    with unsum.gradients(model, samples=unsum.packed(torch.tensor([0, 3, 3, 4, 7]))) as g:
+        model(torch.randn(1, 7, 3)).square().sum().backward()
+    assert g.ids.tolist() == [0, 1, 2, 3] and (g.norms() > 0).tolist() == [True, False, True, True]
+    with pytest.raises(SamplesError, match=r"positions of shape \(6,\); the model was last given \(1, 7, 3\)"):
+        with unsum.gradients(model, samples=unsum.packed(torch.tensor([0, 3, 6]))):
+            model(torch.randn(1, 7, 3)).square().sum().backward()
+
+
+def test_factors_of_a_tensor_that_was_changed_since():
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    with unsum.gradients(model) as g:
+        model(x).sum().backward()
+    before = g.norms()
+    x.zero_()
+    with pytest.raises(SamplesError, match="changed in place"):
+        g.norms()
+    assert (before > 0).all()
+
+
+def test_a_custom_function_in_place_on_a_view():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.mark_dirty(x)
+            ctx.save_for_backward(x.clone())
+            return x.mul_(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * ctx.saved_tensors[0] * grad
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return Square.apply(self.layer(x))
+
+    model, x = Net(), torch.randn(4, 5, 6)
+    compare(model, lambda: model(x))
+
+
+def test_gradients_that_come_from_us_are_laid_out_as_torchs():
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.ReLU(), nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3)).to(
+        memory_format=torch.channels_last
+    )
+    plain, x = copy.deepcopy(model), torch.randn(4, 3, 9, 9)
+    for _ in range(3):
+        model.zero_grad()
+        with unsum.gradients(model, unsum.Norms()):
+            model(x).square().sum().backward()
+    plain(x).square().sum().backward()
+    for ours, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, wanted.grad)
+        assert ours.grad.stride() == ours.stride() and not ours.grad._is_view()
+
+
+def test_a_gradient_that_is_rounding_alone_is_no_gradient():
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            attend = nn.functional.scaled_dot_product_attention
+            mixed = attend(self.q(x)[:, None], self.k(x)[:, None], self.v(x)[:, None], is_causal=True)[:, 0]
+            return mixed[torch.arange(len(x)), torch.zeros(len(x), dtype=torch.long)]
+
+    for seed in range(20):
+        torch.manual_seed(seed)
+        model, x = First(), torch.randn(5, 7, 6)
+        compare(model, lambda: model(x))  # noqa: B023
+
+
+def test_small_things():
+    table = nn.Embedding(5, 3)
+    with unsum.gradients(table) as g:
+        table(torch.randint(0, 5, (4, 2)).T).sum().backward()
+    assert g["weight"].per_token().shape == (2, 4, 5, 3)
+    frozen = nn.Linear(3, 2).requires_grad_(False)
+    with unsum.gradients(frozen) as g:
+        frozen(torch.randn(4, 3, requires_grad=True)).sum().backward()
+    assert g.norms().tolist() == [0] * 4
+    model = nn.Linear(3, 2)
+    with pytest.raises(SamplesError, match="no samples"):
+        unsum.check(model, lambda m, x: m(x).sum(1), torch.randn(0, 3))
+    for params in (["0.*"], "zzz"):
+        with pytest.raises(OptionError, match="params"):
+            with unsum.gradients(model, params=params):
+                pass
+    with unsum.gradients(model, loss_reduction="mean") as g:
+        (model(torch.randn(5, 3)).square().sum(1).mean() + model.weight.square().sum()).backward()
+    torch.testing.assert_close(g["weight"].shared(), 2 * model.weight.detach())
+
+
+def test_token_norms_are_those_of_the_inputs_positions():
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(6, 4, bias=False), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = nn.functional.adaptive_avg_pool1d(self.a(x).mT, 3).mT
+            return self.c(torch.tanh(self.b(h)))
+
+    model = Pooled()
+    with unsum.gradients(model, unsum.TokenNorms()) as g:
+        model(torch.randn(4, 7, 6)).square().sum().backward()
+    assert g[unsum.TokenNorms].norms().shape == (4, 7)
+    assert "a.weight" not in g[unsum.TokenNorms].left_out and "b.weight" in g[unsum.TokenNorms].left_out
