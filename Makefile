@@ -41,6 +41,7 @@ docs: .venv/.dev
 .venv/.dev: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) install -q -c constraints.txt -e '.[dev]'
+	-$(PIP) install -q -c constraints.txt --no-deps timm pillow  # timm itself asks for torchvision: tests have names for it
 	touch $@ .venv/.core
 
 .venv/.bench: .venv/.core
