@@ -1,7 +1,4 @@
-"""Just enough of torchvision for `import timm`, where there is none: every name exists, only FrozenBatchNorm2d works.
-
-Put it into `sys.modules` under the name of torchvision before it runs.
-"""
+"""Just enough of torchvision for `import timm`, where there is none: names, of which FrozenBatchNorm2d alone works."""
 
 import enum
 import importlib.machinery
@@ -49,12 +46,17 @@ def _module(name, **members):
     return module
 
 
-__version__ = "0.28.0"
-for _name in ("transforms", "ops", "models", "datasets", "utils", "io"):
-    _module(_name)
-_module("transforms.functional", InterpolationMode=InterpolationMode)
-_module("transforms.v2")
-_module("transforms.v2.functional", InterpolationMode=InterpolationMode)
-_module("ops.misc", FrozenBatchNorm2d=FrozenBatchNorm2d)
-_module("models.feature_extraction")
-sys.modules["torchvision.transforms"].InterpolationMode = InterpolationMode
+def install():
+    """Put the names where `import torchvision` finds them."""
+    top = _Stub("torchvision")
+    top.__path__, top.__version__ = [], "0.28.0"
+    top.__spec__ = importlib.machinery.ModuleSpec("torchvision", None, is_package=True)
+    sys.modules["torchvision"] = top
+    for name in ("transforms", "ops", "models", "datasets", "utils", "io"):
+        _module(name)
+    _module("transforms.functional", InterpolationMode=InterpolationMode)
+    _module("transforms.v2")
+    _module("transforms.v2.functional", InterpolationMode=InterpolationMode)
+    _module("ops.misc", FrozenBatchNorm2d=FrozenBatchNorm2d)
+    _module("models.feature_extraction")
+    sys.modules["torchvision.transforms"].InterpolationMode = InterpolationMode
