@@ -416,18 +416,54 @@ def test_nobodys_part_and_auxiliary_losses():
         torch.testing.assert_close(g[name].per_sample(), wanted)
         torch.testing.assert_close(g[name].shared(), 0.2 * model.get_parameter(name).detach())
 
-    class Balanced(Experts):
-        def forward(self, x):
-            self.load = self.gate(x.reshape(-1, D)).softmax(-1).mean(0)
-            return super().forward(x)
 
+class Balanced(Experts):
+    """Experts with a loss that balances their load over the whole batch."""
+
+    def forward(self, x):
+        flat = x.reshape(-1, D)
+        self.probs = self.gate(flat).softmax(-1)
+        out, chosen = torch.zeros_like(flat), self.probs.argmax(-1)
+        for e, expert in enumerate(self.experts):
+            rows = (chosen == e).nonzero()[:, 0]
+            out = out.index_add(0, rows, expert(flat[rows]) * self.probs[rows, e, None])
+        return out.view_as(x), self.probs.mean(0).square().sum()
+
+
+def test_an_auxiliary_loss_goes_to_the_owners_of_the_positions_that_it_enters():
     torch.manual_seed(0)
     model = Balanced().double()
+    for engine in ("graph", "auto"):
+        model.zero_grad()
+        with unsum.gradients(model, engine=engine) as g:
+            out, balance = model(SEQUENCES)
+            model.probs.retain_grad()
+            (out.square().sum() + 5 * balance).backward(retain_graph=True)
+        owner, delta = torch.arange(N * T)[:, None] // T, model.probs.grad.clone()
+        parts = [torch.where(owner == n, delta, 0) for n in range(N)]
+        for name in ("gate.weight", "gate.bias"):
+            parameter = model.get_parameter(name)
+            wanted = [torch.autograd.grad(model.probs, parameter, part, retain_graph=True)[0] for part in parts]
+            torch.testing.assert_close(g[name].per_sample(), torch.stack(wanted))
+            torch.testing.assert_close(g[name].sum(), parameter.grad)
+
+
+def test_a_head_that_only_an_auxiliary_loss_uses():
+    class Headed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.aux = nn.Linear(D, 3), nn.Linear(D, 2)
+
+        def forward(self, x):
+            return self.body(x), self.aux(x).mean()
+
+    model = Headed().double()
     with unsum.gradients(model) as g:
-        out = model(SEQUENCES)
-        scores = unsum.mark_samples(out.flatten(1).square().sum(1))
-        scores.sum().backward()
-    torch.testing.assert_close(g["gate.weight"].sum(), model.gate.weight.grad)
+        out, aux = model(SEQUENCES)
+        (out.square().sum() + aux).backward()
+    each = SEQUENCES.sum(1, keepdim=True).expand(N, 2, D) / (N * T * 2)  # rows of the input tell whose it is
+    torch.testing.assert_close(g["aux.weight"].per_sample(), each)
+    torch.testing.assert_close(g["aux.weight"].sum(), model.aux.weight.grad)
 
 
 def test_what_cannot_be_known_is_an_error_before_backward():

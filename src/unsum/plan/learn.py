@@ -76,15 +76,19 @@ def _cut(roots: Sequence[Any], known: Mapping[Edge, Layout], setting: Setting) -
         met = parameters_met_outside(cut, setting.names, setting.sides.is_weight)
         if not met:
             return cut, known
-        for node, name in met:
-            shape = tuple(node._input_metadata[0].shape)
-            owners = setting.rows.owners(node, shape) if len(node._input_metadata) == 1 else None
-            if owners is None:
-                raise SamplesError(
-                    f"{name} meets data at {node.name()}, outside the model's outputs, where the samples are unknown.\n"
-                    "  unsum.mark_samples(losses) says whose each loss is"
-                )
-            known = {**known, (node, 0): owners}
+        told: dict[Edge, Layout] = {}
+        for node, _ in met:
+            if len(node._input_metadata) == 1:
+                owners = setting.rows.owners(node, tuple(node._input_metadata[0].shape))
+                if owners is not None:
+                    told[node, 0] = owners
+        if not told:
+            node, name = met[0]
+            raise SamplesError(
+                f"{name} meets data at {node.name()}, outside the model's outputs, where the samples are unknown.\n"
+                "  unsum.mark_samples(losses) says whose each loss is"
+            )
+        known = {**known, **told}
 
 
 def _sweep(
