@@ -217,7 +217,7 @@ def run(name: str, make: Callable[[str], Any], *, device: str, dtype: torch.dtyp
     ways = [Way("plain", model, plain(loss)), Way("plain, again", model, plain(loss))]
     ways += [
         Way("unsum, Norms", model, with_unsum(loss)),
-        Way("unsum, first batch", model, with_unsum(loss, anew=True)),
+        Way("unsum, first batch", copy.deepcopy(model), with_unsum(loss, anew=True)),
     ]
     rows: list[dict[str, Any]] = []
     if device == "cpu":
@@ -236,7 +236,7 @@ def run(name: str, make: Callable[[str], Any], *, device: str, dtype: torch.dtyp
     checked = [check(way, x, y, squares, grads) for way in ways]
     times: dict[str, list[float]] = {way.name: [] for way in ways}
     for way in ways:  # warm
-        for _ in range(2):
+        for _ in range(3):
             way.step(way.model, x, y)
     gc.collect()
     gc.freeze()
