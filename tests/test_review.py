@@ -275,3 +275,42 @@ def test_token_norms_are_those_of_the_inputs_positions():
         model(torch.randn(4, 7, 6)).square().sum().backward()
     assert g[unsum.TokenNorms].norms().shape == (4, 7)
     assert "a.weight" not in g[unsum.TokenNorms].left_out and "b.weight" in g[unsum.TokenNorms].left_out
+
+
+MOVES = {
+    "indexed": lambda h, order: h[order],
+    "selected": lambda h, order: h.index_select(0, order),
+    "gathered": lambda h, order: h.gather(0, order[:, None].expand_as(h)),
+    "scattered": lambda h, order: torch.zeros_like(h).scatter(0, order[:, None].expand_as(h), h),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_numbers_that_move_samples_are_part_of_what_is_remembered(name):
+    """They say nothing at first: every sample stays where it is."""
+    model, x, move = Joined(MOVES[name]), torch.randn(N, 3), MOVES[name]
+    still, turned = torch.arange(N), torch.tensor([2, 0, 3, 1])
+    for order in (still, still, still, turned, still):
+        back = order.argsort()
+
+        def call(order=order, back=back):
+            h = move(model.a(x), order)
+            return move(model.b(torch.tanh(h)), back)
+
+        model.forward = lambda *_, call=call: call()
+        compare(model, lambda: model(x))
+
+
+def test_a_penalty_is_not_lost_where_we_supply_the_gradient():
+    model, x = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 3)), torch.randn(N, 5, 8)
+    plain = copy.deepcopy(model)
+    for _ in range(4):
+        losses = []
+        for net in (model, plain):
+            net.zero_grad()
+            with unsum.gradients(net, *([unsum.Norms()] if net is model else [])):
+                loss = net(x).square().sum() + sum(p.square().sum() for p in net[2].parameters())
+                loss.backward()
+            losses.append(loss)
+        for ours, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, wanted.grad)
