@@ -24,7 +24,7 @@ from unsum.factors.scale import Scale
 from unsum.factors.total import Kind
 from unsum.factors.windows import Windows
 from unsum.graph.codes import TOLERANCE
-from unsum.graph.layout import NOBODY, UNSEEN, Layout, Regular
+from unsum.graph.layout import NOBODY, UNSEEN, Layout, Mapped, Regular
 from unsum.graph.nodes import Node, below, is_leaf
 from unsum.graph.replay import Grads, replay
 from unsum.kernels.product import wide
@@ -211,7 +211,7 @@ class Run:
 
 
 def _has_unseen(layout: Layout | None) -> bool:
-    return not isinstance(layout, Regular) and (layout is None or bool((layout.map == UNSEEN).any()))
+    return isinstance(layout, Mapped) and bool((layout.map == UNSEEN).any())
 
 
 def _is_unseen(owner: Tensor, grad: Tensor, largest: float) -> bool:
