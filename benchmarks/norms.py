@@ -34,7 +34,7 @@ from torch import Tensor, nn
 import unsum
 from capture_overhead import machine, now, ratios
 from models import CNN, GPT, RecurrentLM
-from unsum.plan.plan import forget
+from unsum.plan.memory import forget
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 

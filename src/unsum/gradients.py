@@ -27,7 +27,8 @@ from unsum.kernels.product import wide
 from unsum.plan.forward import Forward
 from unsum.plan.intake import Intake, accumulate, is_listened
 from unsum.plan.learn import Setting, inside, learn, number_of_samples
-from unsum.plan.plan import Plan, recall, remember
+from unsum.plan.memory import recall, remember
+from unsum.plan.plan import Plan
 from unsum.plan.run import Run
 from unsum.plan.signature import signature
 from unsum.reducers import Norms, Reducer

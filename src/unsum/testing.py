@@ -15,7 +15,7 @@ from unsum.factors.factors import Factors, projection
 from unsum.gathered import Gradients
 from unsum.gradients import gradients
 from unsum.kernels.product import rows
-from unsum.plan.plan import forget
+from unsum.plan.memory import forget
 from unsum.reducers import Kronecker, Norms, Project, SecondMoment, TokenNorms, WeightedSum
 
 __all__ = ["assert_exact", "laws"]

@@ -22,7 +22,7 @@ from unsum.graph.rows import Rows
 from unsum.graph.sides import Sides
 from unsum.inplace import Token, token
 from unsum.nested import leaves
-from unsum.plan.plan import Seen, is_in_a_loop, know_forward, known_forward
+from unsum.plan.memory import Seen, is_in_a_loop, know_forward, known_forward
 from unsum.plan.signature import forward_key
 
 
