@@ -335,7 +335,7 @@ class Kronecker(_Reducer):
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
         try:
-            outers = factors.outer()
+            outers = factors.outers()
         except SamplesError:
             self.left_out.append(name)
             return

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from unsum.errors import SamplesError
 from unsum.factors import total
-from unsum.factors.dense import Dense
 from unsum.factors.outer import Outer
 from unsum.factors.total import Kind
 from unsum.factors.windows import Windows
@@ -27,9 +26,7 @@ class Share:
     n: int
     kinds: list[Kind] = field(default_factory=list)
     scale: Tensor | float | None = None
-    held: list[tuple[Tensor, int]] = field(
-        default_factory=list
-    )  # the user's tensors among the factors, and their versions
+    held: list[tuple[Tensor, int]] = field(default_factory=list)  # tensors among the factors, and their versions
 
     def is_changed(self) -> bool:
         """Whether a tensor among the factors was changed in place since."""
@@ -124,34 +121,22 @@ class Factors:
 
     def per_token(self) -> Tensor:
         """(n, t, *shape): the part of each position; padded with zeros where samples have unequal numbers."""
-        found = []
-        for share, kind in self._alone():
-            tokens = kind.tokens()
-            if tokens is None:
-                raise SamplesError(f"{self.name} has no positions: its gradients were formed as a whole")
-            found.append(share.times(tokens))
-        return torch.cat(_padded(found))
+        return torch.cat(_padded([share.times(self._known(kind.tokens())) for share, kind in self._alone()]))
 
     def token_sq_norms(self) -> Tensor:
         """(n, t): the squared norm of each position's part."""
-        found = []
-        for share, kind in self._alone():
-            norms = kind.token_sq_norms()
-            if norms is None:
-                raise SamplesError(f"{self.name} has no positions: its gradients were formed as a whole")
-            found.append(share.times(norms, 2))
-        return torch.cat(_padded(found))
+        return torch.cat(_padded([share.times(self._known(kind.token_sq_norms()), 2) for share, kind in self._alone()]))
 
     @property
     def a(self) -> Tensor:
         """(n, t, i): what the parameter met; (n, i) where every sample has one position."""
-        found = [outer.a for _, outer in self._outers()]
+        found = [outer.a for _, outer in self.outers()]
         return _short(torch.cat(_padded(found)))
 
     @property
     def delta(self) -> Tensor:
         """(n, t, o): the gradient of what came of it; (n, o) where every sample has one position."""
-        found = [share.times(outer.delta) for share, outer in self._outers()]
+        found = [share.times(outer.delta) for share, outer in self.outers()]
         return _short(torch.cat(_padded(found)))
 
     @property
@@ -159,19 +144,14 @@ class Factors:
         """(n,): how many positions each sample has."""
         found = []
         for share, kind in self._alone():
-            lengths, tokens = getattr(kind, "lengths", None), kind.token_sq_norms()
-            if tokens is None:
-                raise SamplesError(f"{self.name} has no positions: its gradients were formed as a whole")
-            found.append(torch.full((share.n,), tokens.shape[1]) if lengths is None else lengths.cpu())
+            lengths, t = getattr(kind, "lengths", None), self._known(kind.token_sq_norms()).shape[1]
+            found.append(torch.full((share.n,), t) if lengths is None else lengths.cpu())
         return torch.cat(found)
 
-    def outer(self) -> list[tuple[Share, Outer]]:
-        """The outer products, for those who want both factors; raises where the gradients are none."""
-        return self._outers()
-
-    def numel(self) -> int:
-        """How many numbers are held for all samples."""
-        return sum(kind.numel() * share.n for share in self._shares for kind in share.kinds)
+    def _known(self, positions: Tensor | None) -> Tensor:
+        if positions is None:
+            raise SamplesError(f"{self.name} has no positions: its gradients were formed as a whole")
+        return positions
 
     def _alone(self) -> list[tuple[Share, Kind]]:
         """The one kind of each share."""
@@ -185,7 +165,8 @@ class Factors:
             found.append((share, kinds[0]))
         return found
 
-    def _outers(self) -> list[tuple[Share, Outer]]:
+    def outers(self) -> list[tuple[Share, Outer]]:
+        """The outer products of each share, for those who want both factors; raises where the gradients are none."""
         found = []
         for share, kind in self._alone():
             outer = kind.outer() if isinstance(kind, Windows) else kind
@@ -196,11 +177,6 @@ class Factors:
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self._dtype, device=self._device)
-
-
-def formed(name: str, parameter: Tensor, values: Tensor) -> Factors:
-    """Factors of gradients that are there already."""
-    return Factors(name, parameter, [Share(len(values), [Dense(values)])])
 
 
 @lru_cache(maxsize=512)

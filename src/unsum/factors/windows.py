@@ -61,8 +61,7 @@ class Windows:
     def way(self, *, want_sum: bool) -> Way:
         """The cheapest way to the norms."""
         (o, *rest), places = self.shape, prod(self.delta.shape[3:]) * self.delta.shape[1]
-        kind = self.x.dtype, self.x.device.type
-        return costs.cheaper(self.n, places, prod(rest), o // self.geometry.groups, *kind, want_sum=want_sum)
+        return costs.cheaper(places, prod(rest), o // self.geometry.groups, self.x.device.type, want_sum=want_sum)
 
     def _one_by_one(self) -> Iterator[Tensor]:
         """Each sample's gradient, by torch's own convolution; as fast as that of the whole batch on a CPU."""

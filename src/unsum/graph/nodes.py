@@ -51,3 +51,8 @@ def ordered(roots: Iterable[Node], stop: Callable[[Node], bool] = lambda node: F
             if not stop(node):
                 waiting += [(child, False) for _, child, _ in below(node) if child not in seen]
     return done[::-1]
+
+
+def signed(saved: int) -> int:
+    """A whole number that a node has saved: negative ones are saved as unsigned."""
+    return saved - (1 << 64) if saved >= 1 << 63 else saved

@@ -11,8 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 # Time per operation of: a batched product (per sample's gradient), one pass over its result, a Gram product; and of
 # the plain product that torch would run for the weight's gradient. Relative to each other.
 DEFAULT = {
@@ -21,10 +19,8 @@ DEFAULT = {
 }
 
 
-def cheaper(
-    n: int, t: int, i: int, o: int, dtype: torch.dtype, device: str, *, want_sum: bool
-) -> Literal["product", "gram"]:
-    """The cheaper of two ways to the norms of n gradients of shape (o, i) from t positions each."""
+def cheaper(t: int, i: int, o: int, device: str, *, want_sum: bool) -> Literal["product", "gram"]:
+    """The cheaper of two ways to the norms of gradients of shape (o, i) from t positions each."""
     weight = weights(device)
     product = weight["product"] * 2 * t * o * i + weight["pass"] * (2 if want_sum else 1) * o * i
     gram = weight["gram"] * 2 * t * t * (o + i) + weight["pass"] * 2 * t * t

@@ -30,10 +30,10 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def choose(a: Tensor, delta: Tensor, *, want_sum: bool) -> Way:
     """The cheapest way to the norms; with `want_sum`, where the weight's gradient is needed as well."""
-    (n, t, i), o = a.shape, delta.shape[-1]
+    (_, t, i), o = a.shape, delta.shape[-1]
     if t == 1:
         return "rank one"
-    return costs.cheaper(n, t, i, o, a.dtype, a.device.type, want_sum=want_sum)
+    return costs.cheaper(t, i, o, a.device.type, want_sum=want_sum)
 
 
 def rows(values: Tensor) -> Tensor:

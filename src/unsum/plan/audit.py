@@ -3,7 +3,6 @@ gives for δ·w[owner]: truth is torch's arithmetic on the user's own model, nev
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable
 
@@ -22,7 +21,6 @@ from unsum.graph.replay import Grads, replay
 from unsum.rules.follow import follow
 from unsum.rules.registry import Call, Rule, find
 
-log = logging.getLogger("unsum")
 _PRECISE = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 
@@ -106,8 +104,7 @@ def _sum_comes_with_norms(kind: Kind) -> bool:
 
 def _leaf_dtype(child: Node) -> torch.dtype | None:
     while not is_leaf(child):
-        nexts = below(child)
-        if len(nexts) != 1:
+        if len(nexts := below(child)) != 1:
             return None
         child = nexts[0][1]
     return child.variable.dtype  # type: ignore[no-any-return]

@@ -58,7 +58,7 @@ class Forward:
         self._watching = False
         self._seen: Seen | None = None
         self._since: dict[Hashable, Seen] = {}  # the calls since the last backward
-        self._all_watched = True
+        self.watched = True  # whether all forwards since the last backward were
         self._n: int | None = None
 
     def before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -113,12 +113,7 @@ class Forward:
         for key, seen in self._since.items():
             know_forward(self._model, key, seen if lasting else None)
         self._since.clear()
-        self._all_watched = True
-
-    @property
-    def watched(self) -> bool:
-        """Whether all forwards since the last backward were watched."""
-        return self._all_watched
+        self.watched = True
 
     def _watch(self, wanted: bool) -> None:
         if wanted and not self._watching:
@@ -146,7 +141,7 @@ class Forward:
             owners = self._samples.owners(tuple(tensor.shape), self._n) if has_samples else None
             if owners is not None:
                 self.know(tensor, owners, call)
-        self._all_watched = self._all_watched and self._seen is None
+        self.watched = self.watched and self._seen is None
         self._since[self._key] = self._seen or Seen(self._n is not None, outputs)
 
     def _has_samples(self, place: int, tensor: Tensor) -> bool:

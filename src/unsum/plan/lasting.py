@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from unsum.graph.layout import Layout, Regular
-from unsum.graph.nodes import Node, below, is_leaf
+from unsum.graph.nodes import Node, below, is_leaf, signed
 from unsum.graph.owners import Owners, Swept
 from unsum.graph.saved import saved_by
 from unsum.plan.plan import Indices
@@ -87,8 +87,7 @@ def _moves(node: Node, which: int, data: list[tuple[int, Node, int]], owners: Ma
         return given[which] in dims if len(given) > which and not _has_masks(node._saved_indices) else True
     dim = getattr(node, "_saved_dim", None)
     if isinstance(dim, int):
-        dim = dim - (1 << 64) if dim >= 1 << 63 else dim
-        return any(dim % len(layout.shape) in dims for layout in layouts if layout is not None)
+        return any(signed(dim) % len(layout.shape) in dims for layout in layouts if layout is not None)
     return True
 
 

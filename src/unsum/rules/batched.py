@@ -9,7 +9,7 @@ from unsum.factors.outer import Outer
 from unsum.factors.scale import Scale
 from unsum.graph.layout import Mapped, Regular
 from unsum.graph.positions import Positions
-from unsum.rules.registry import Call, rule
+from unsum.rules.registry import Call, rule, scaled
 
 
 @rule("GroupedMmBackward0", 1)
@@ -43,8 +43,7 @@ def _stacked(call: Call, a: Tensor, factor: float) -> Outer | None:
         return None
     groups, n = call.shape[0], layout.n
     apart = lambda x: x.unflatten(1, (-1, n, layout.block)).permute(2, 0, 1, 3, 4).reshape(n * groups, -1, x.shape[-1])
-    delta = apart(call.delta)
-    return Outer(apart(a), delta if factor == 1 else delta * factor, call.shape, turned=True, groups=groups)
+    return Outer(apart(a), scaled(apart(call.delta), factor), call.shape, turned=True, groups=groups)
 
 
 @rule("BaddbmmBackward0", 0)
@@ -56,5 +55,4 @@ def baddbmm_bias(call: Call) -> Scale | None:
     if call.shape[1] != 1 or call.shape[0] != call.delta.shape[0]:
         return None
     delta = call.delta.unflatten(1, (-1, layout.n, layout.block)).permute(2, 1, 3, 0, 4).flatten(1, 2)
-    beta = call.saved("beta")
-    return Scale(delta if beta == 1 else delta * beta, None, call.shape, over=(call.shape[0], call.shape[2]))
+    return Scale(scaled(delta, call.saved("beta")), None, call.shape, over=(call.shape[0], call.shape[2]))

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from unsum.factors.scale import Scale
 from unsum.graph.nodes import Node
-from unsum.rules.registry import Call, rule
+from unsum.rules.registry import Call, rule, scaled
 
 
 def _own(node: Node, shape: tuple[int, ...]) -> int:
@@ -15,8 +15,7 @@ def _own(node: Node, shape: tuple[int, ...]) -> int:
 
 
 def _spread(call: Call, factor: float = 1) -> Scale:
-    delta = call.take(call.delta)
-    return Scale(delta if factor == 1 else delta * factor, None, call.shape)
+    return Scale(scaled(call.take(call.delta), factor), None, call.shape)
 
 
 def _times(call: Call, other: Tensor) -> Scale:

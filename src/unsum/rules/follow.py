@@ -10,12 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unsum.factors.dense import Dense
-from unsum.factors.lookup import Lookup
 from unsum.factors.outer import Outer
 from unsum.factors.scale import Scale
 from unsum.factors.total import Kind
-from unsum.factors.windows import Windows
-from unsum.graph.nodes import Node
+from unsum.graph.nodes import Node, signed
 
 _CASTS = ("ToCopyBackward0", "CloneBackward0", "AliasBackward0", "ViewAsBackward0", "ContiguousBackward0")
 _SHAPES = (
@@ -48,7 +46,7 @@ def _transposes(node: Node, name: str, shape: tuple[int, ...]) -> bool:
     """The last two dimensions of a matrix, or of matrices side by side."""
     if name != "TransposeBackward0" or len(shape) not in (2, 3):
         return False
-    return {_signed(node._saved_dim0) % len(shape), _signed(node._saved_dim1) % len(shape)} == {
+    return {signed(node._saved_dim0) % len(shape), signed(node._saved_dim1) % len(shape)} == {
         len(shape) - 2,
         len(shape) - 1,
     }
@@ -91,23 +89,18 @@ def _looked_up(kind: Dense | Scale, node: Node, shape: tuple[int, ...]) -> Kind 
 def _slice_of(node: Node, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
     dim = node._saved_dim % len(shape)
     size = shape[dim]
-    first, last, step = slice(_signed(node._saved_start), _signed(node._saved_end), node._saved_step).indices(size)
+    first, last, step = slice(signed(node._saved_start), signed(node._saved_end), node._saved_step).indices(size)
     return dim, first, last, step
 
 
 def _piece_of(node: Node, name: str, output: int, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-    dim = _signed(node._saved_dim) % len(shape)
+    dim = signed(node._saved_dim) % len(shape)
     if name == "SplitBackward0":
         size = node._saved_split_size
         return dim, output * size, min((output + 1) * size, shape[dim]), 1
     sizes = node._saved_split_sizes
     first = sum(sizes[:output])
     return dim, first, first + sizes[output], 1
-
-
-def _signed(value: int) -> int:
-    """Negative numbers are saved as unsigned ones."""
-    return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def _sliced(kind: Kind, shape: tuple[int, ...], dim: int, first: int, last: int, step: int) -> Kind | None:
@@ -138,10 +131,8 @@ def cast(kind: Kind, dtype: torch.dtype) -> Kind:
     return replace(kind, dtype=dtype)
 
 
-def finished(kind: Outer | Scale | Lookup | Windows, parameter: Tensor, *, turned: bool) -> Kind:
+def finished(kind: Kind, parameter: Tensor, *, turned: bool) -> Kind:
     """The factors of a parameter, of which a tensor was met as it is, cast, or transposed."""
-    if turned and isinstance(kind, Outer):
-        return replace(kind, turned=not kind.turned, shape=tuple(parameter.shape), dtype=parameter.dtype)
-    if turned:
-        return Dense(kind.per_sample().mT.to(torch.promote_types(parameter.dtype, torch.float32)))
-    return replace(kind, dtype=parameter.dtype)
+    whole = _turned(kind, tuple(parameter.shape)) if turned else kind
+    assert whole is not None
+    return cast(whole, parameter.dtype)

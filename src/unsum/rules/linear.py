@@ -7,19 +7,21 @@ from torch import Tensor
 from unsum.factors.outer import Outer
 from unsum.factors.scale import Scale
 from unsum.graph.layout import Regular
-from unsum.rules.registry import Call, rule
+from unsum.rules.registry import Call, rule, scaled
 
 
 @rule("AddmmBackward0", 2)
 def addmm(call: Call) -> Outer:
     """y = bias + a @ W."""
-    return Outer(call.take(call.saved("mat1")), _scaled(call, "alpha"), call.shape, turned=True)
+    return Outer(
+        call.take(call.saved("mat1")), scaled(call.take(call.delta), call.saved("alpha")), call.shape, turned=True
+    )
 
 
 @rule("AddmmBackward0", 0)
 def addmm_bias(call: Call) -> Scale:
     """The bias is added to every row."""
-    return Scale(_scaled(call, "beta"), None, call.shape)
+    return Scale(scaled(call.take(call.delta), call.saved("beta")), None, call.shape)
 
 
 @rule("MmBackward0", 1)
@@ -45,11 +47,4 @@ def _columns(call: Call, a: Tensor, factor: float) -> Outer | None:
     if not isinstance(layout, Regular) or layout.dim != 1 or call.only_nobodys:
         return None
     apart = lambda x: x.T.unflatten(0, (-1, layout.n, layout.block)).movedim(1, 0).flatten(1, 2)
-    delta = apart(call.delta)
-    return Outer(apart(a), delta if factor == 1 else delta * factor, call.shape)
-
-
-def _scaled(call: Call, name: str) -> Tensor:
-    factor = call.saved(name)
-    delta = call.take(call.delta)
-    return delta if factor == 1 else delta * factor
+    return Outer(apart(a), scaled(apart(call.delta), factor), call.shape)

@@ -38,6 +38,11 @@ class Call:
         return value.detach() if isinstance(value, Tensor) else value
 
 
+def scaled(tensor: Tensor, factor: float) -> Tensor:
+    """A tensor times a number, which nearly always is 1."""
+    return tensor if factor == 1 else tensor * factor
+
+
 @dataclass(frozen=True, eq=False)
 class Rule:
     """How the gradients of the tensor at one edge are factored."""
