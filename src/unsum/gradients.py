@@ -23,7 +23,7 @@ from unsum.graph.probe import state_set_aside
 from unsum.graph.saved import Saved
 from unsum.graph.sides import Sides
 from unsum.keeping import current_scale
-from unsum.kernels.product import wide
+from unsum.plan.arrived import Arrived
 from unsum.plan.forward import Forward
 from unsum.plan.intake import Intake, accumulate, is_listened
 from unsum.plan.learn import Setting, inside, learn, number_of_samples
@@ -84,11 +84,9 @@ class GradientsBlock:
         self._backwards: list[Run | None] = []  # under way, the innermost last
         self._adding: list[bool] = []  # whether each of them adds to .grad
         self._intake: Intake | None = None
-        self._received: dict[int, Tensor] = {}
-        self._waiting: list[hooks.Handle] = []
+        self._arrived = Arrived(self._setting.wanted, self._found.by_id, self._hears)
         self._put_back: list[tuple[nn.Parameter, Tensor | None]] = []
         self._reached: set[int] | None = None
-        self._rounding = 1e-9
         self._is_checked = self._is_new = False
         self._scale: Tensor | float | None = None
         self._unscale: Tensor | float | None = None
@@ -120,6 +118,12 @@ class GradientsBlock:
 
     # ---- forward --------------------------------------------------------------------------------------------------
 
+    def _hears(self) -> bool:
+        """Whether what arrives at a parameter now is part of the backward that is split."""
+        if self._learning or self not in hooks.here():
+            return False
+        return bool(self._adding) and (self._adding[-1] or len(self._adding) == 1)
+
     def _is_deaf(self) -> bool:
         # In a backward, a checkpoint runs its forward again: that is not a new call.
         return bool(self._learning or self._forward.trying or self._adding or self not in hooks.here())
@@ -142,7 +146,7 @@ class GradientsBlock:
             self._inside(call)
             return None
         self._intake = None
-        self._received.clear()
+        self._arrived.clear()
         if call.create_graph:
             raise UnsupportedError("create_graph=True: the gradients of a second backward are not those of .grad")
         nodes = ordered([node for root in call.roots if (node := place(root)[0]) is not None])
@@ -178,9 +182,7 @@ class GradientsBlock:
         self._reached = {id(given) for given in call.inputs if isinstance(given, Tensor)} if call.inputs else None
         self._start(plan, nodes)
         if self._is_checked:
-            for parameter in self._setting.wanted.values():
-                # First, so that it sees what arrives and not what the user's own hooks make of it.
-                self._waiting.append(hooks.on_gradient(parameter, self._receiver(parameter), first=True))
+            self._arrived.attach()
         if not options.grad:  # set aside, or torch would add to it in place
             self._put_back = [(p, p.grad) for p in self._names.parameters.values()]
             for parameter, _ in self._put_back:
@@ -282,7 +284,7 @@ class GradientsBlock:
 
     def _start(self, plan: Plan, nodes: Sequence[Node]) -> None:
         assert self._intake is not None
-        self._rounding = max(self._rounding, plan.rounding)
+        self._arrived.rounding = max(self._arrived.rounding, plan.rounding)
         run = Run(plan, nodes, self._setting, self._intake)
         self._backwards[-1] = run
         run.attach()
@@ -295,9 +297,7 @@ class GradientsBlock:
                 run.detach(failed=failed)
         if self._adding:
             return
-        for handle in self._waiting:
-            handle.remove()
-        self._waiting.clear()
+        self._arrived.detach()
         for parameter, stored in self._put_back:
             parameter.grad = stored
         self._put_back = []
@@ -308,54 +308,15 @@ class GradientsBlock:
                 self._found.drop(self._calls)
             return
         if intake is None:
-            if self._received:
-                raise _unseen(self._found.by_id[next(iter(self._received))], "")
-            return
+            return  # of another model: nothing was waited for
         if self._reached is not None:
             for kept in (intake.kinds, intake.nobodys, intake.meetings):
                 for key in kept.keys() - self._reached:
                     del kept[key]  # type: ignore[attr-defined]
         if self._is_checked:
-            self._check_sum(intake)
+            self._arrived.check(intake.found)
         intake.finish()
         self._found.take_in(intake, self._calls, self._scale, self._unscale)
-
-    def _receiver(self, parameter: nn.Parameter) -> Any:
-        key = id(parameter)
-
-        def received(grad: Tensor) -> None:
-            if grad is None or self._learning or self not in hooks.here():
-                return
-            if self._adding and (self._adding[-1] or len(self._adding) == 1):
-                dense = (grad.to_dense() if grad.layout != torch.strided else grad).detach().to(wide(grad.dtype))
-                self._received[key] = self._received[key] + dense if key in self._received else dense.clone()
-
-        return received
-
-    def _check_sum(self, intake: Intake) -> None:
-        """Σ per sample + shared must be what arrived at the parameter: else something was not seen."""
-        finite = [torch.where(g.isfinite(), g, 0) for g in self._received.values() if g.numel()]
-        scale = max([float(g.abs().max()) for g in finite], default=0.0)
-        for key, received in self._received.items():
-            if not received.numel():
-                continue
-            found = intake.found(key)
-            found = torch.zeros_like(received) if found is None else found
-            bad = torch.where(found.isfinite(), torch.inf, 0.0)
-            missing = float(torch.where(received.isfinite(), (received - found).abs(), bad).max())
-            if missing == torch.inf:
-                raise SamplesError(
-                    f"{self._found.by_id[key]}: its gradient is not finite, and whose that is is not known"
-                )
-            if not missing <= self._rounding * scale:
-                raise _unseen(self._found.by_id[key], f" ({missing:.1e} of {scale:.1e})")
-
-
-def _unseen(name: str, how_much: str) -> SamplesError:
-    return SamplesError(
-        f"{name}: part of its gradient comes from where no samples are known{how_much}.\n"
-        "  call what uses it as a module inside the block"
-    )
 
 
 def _refuse(model: nn.Module) -> None:

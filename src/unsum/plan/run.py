@@ -22,7 +22,6 @@ from unsum.factors.lookup import Lookup
 from unsum.factors.outer import Outer
 from unsum.factors.scale import Scale
 from unsum.factors.total import Kind
-from unsum.factors.windows import Windows
 from unsum.graph.codes import TOLERANCE
 from unsum.graph.layout import NOBODY, UNSEEN, Layout, Mapped, Regular
 from unsum.graph.nodes import Node, below, is_leaf
@@ -126,7 +125,7 @@ class Run:
             return False
         if isinstance(kind, Outer | Scale | Lookup) and (lengths := route.by.lengths) is not None:
             kind = replace(kind, lengths=lengths)
-        if route.parameter is not None and isinstance(kind, Outer | Scale | Lookup | Windows):
+        if route.parameter is not None:
             parameter = self._parameters.get(route.parameter)
             if parameter is not None:
                 self._to.meet(parameter, {route.meeting: None}, finished(kind, parameter, turned=route.turned))
