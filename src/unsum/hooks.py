@@ -9,6 +9,10 @@ on the engine's own worker threads (CUDA), to which torch carries its thread-loc
 which is replaced while a block is open. A TorchFunctionMode would also see them, but every torch call would pass
 through it (up to 13 % of a step); replacing the public functions misses whoever imported them by name.
 
+**One thread.** Torch runs the nodes of a GPU's tensors on a thread of its own. Handing Python's lock to and fro for
+every hook can cost more than the hooks themselves (a step with norms took twice as long as it does now), so a backward
+that a block sees runs on the thread that called it. The order of nodes and streams is the same.
+
 **Compiled models** never call a hook that was added after compilation. While a block is open, compiled code runs
 eagerly (`torch.compiler.set_stance`).
 """
@@ -211,7 +215,8 @@ def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any,
             only = block.before_backward(call)
             if only is not None and len(blocks) == 1:
                 args = (*args[:3], tuple(only), *args[4:])
-        result = engine(roots, *args, **kwargs)
+        with torch.autograd.set_multithreading_enabled(False):
+            result = engine(roots, *args, **kwargs)
         failed = False
         return result
     finally:
