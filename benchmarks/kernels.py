@@ -52,7 +52,7 @@ def main() -> None:
         by_kernel, wall, busy, ahead = {}, {}, {}, {}
         for label, way in ways.items():
 
-            def step(way: Callable[..., Any] = way) -> None:
+            def step(way=way, model=model, x=x, y=y) -> None:
                 model.zero_grad(set_to_none=True)
                 way(model, x, y)
 

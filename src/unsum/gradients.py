@@ -59,7 +59,7 @@ class GradientsBlock:
 
     def __init__(self, model: nn.Module, options: Options) -> None:
         self._names = Names(model)
-        _refuse(model)
+        _refuse(self._names)
         self._model = self._names.model
         self._options = options
         self._open = False
@@ -75,7 +75,7 @@ class GradientsBlock:
                 reducer.reset()
         self._saved = Saved()
         self._sides = Sides(self._model, self._saved)
-        self._forward = Forward(self._model, options.samples, self._sides, verify=options.verify)
+        self._forward = Forward(self._names, options.samples, self._sides, verify=options.verify)
         self._setting = Setting(
             self._sides, self._forward.rows, self._found.unique(), self._found.by_id, self._forward.module_of,
             exact=options.exact, rules=options.rules, strict=options.strict,
@@ -204,9 +204,9 @@ class GradientsBlock:
         wanted = self._setting.wanted
         return skipped - {name for key, name in self._found.by_id.items() if is_listened(wanted[key])}
 
-    def _deliver(self, parameter: nn.Parameter, value: Tensor) -> None:
+    def _deliver(self, parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
         if self._options.grad:
-            accumulate(parameter, value)
+            accumulate(parameters, values)
 
     def _recall(
         self, call: hooks.Backward, nodes: Sequence[Node], known: Mapping[Edge, Layout], calls: frozenset[int]
@@ -319,14 +319,15 @@ class GradientsBlock:
         self._found.take_in(intake, self._calls, self._scale, self._unscale)
 
 
-def _refuse(model: nn.Module) -> None:
+def _refuse(names: Names) -> None:
     """Models of which no sample's gradient can be told."""
-    for name, module in model.named_modules():
-        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+    wrappers = ((name, inner) for name, outer in names.wrapped.items() for inner in outer.modules())
+    for name, module in (*names.modules.items(), *wrappers):
+        if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
             raise UnsupportedError(
                 f"{name or 'the model'} is a compiled model, one opaque node: gradients by sample need the model itself"
             )
-    for name, parameter in model.named_parameters():
+    for name, parameter in names.parameters.items():
         if type(parameter).__name__ == "DTensor":
             raise UnsupportedError(
                 f"{name} is a DTensor, spread over several processes (tensor parallel or fully sharded): gradients by "

@@ -24,6 +24,7 @@ from unsum.inplace import Token, token
 from unsum.nested import leaves
 from unsum.plan.memory import Seen, is_in_a_loop, know_forward, known_forward
 from unsum.plan.signature import forward_key
+from unsum.sites import Names
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,9 @@ class Known:
 class Forward:
     """Follows the calls of a model's modules."""
 
-    def __init__(self, model: nn.Module, samples: sample_maps.Samples, sides: Sides, *, verify: bool) -> None:
-        self._model, self._samples, self._sides, self._verify = model, samples, sides, verify
-        self._modules, self._parameters = list(model.modules()), list(model.parameters())
+    def __init__(self, names: Names, samples: sample_maps.Samples, sides: Sides, *, verify: bool) -> None:
+        self._model, self._samples, self._sides, self._verify = names.model, samples, sides, verify
+        self._modules, self._parameters = list(names.modules.values()), list(names.parameters.values())
         self.rows = Rows()
         self.positions: int | None = None  # of the input of the last call, if it is tokens
         self.calls = 0  # outermost ones

@@ -3,7 +3,7 @@ gradients that torch was spared are put where they belong."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from unsum.errors import SamplesError
 from unsum.factors.factors import Factors, Share
 from unsum.factors.total import Kind
+from unsum.graph.nodes import Node
 from unsum.plan.plan import Meeting, Plan
 from unsum.plan.pool import Pool
+from unsum.plan.together import Together
 from unsum.reducers import Norms, Reducer
 
 
@@ -30,7 +32,7 @@ class Intake:
         scale: Tensor | float | None,
         check: bool,
         skipped: frozenset[str],
-        deliver: Callable[[nn.Parameter, Tensor], None],
+        deliver: Callable[[Sequence[nn.Parameter], Sequence[Tensor]], None],
     ) -> None:
         self.n = plan.n
         self.kinds: dict[int, list[Kind]] = {}  # by the id of the parameter
@@ -44,8 +46,31 @@ class Intake:
         self._pool: Pool | None = None
         if len(reducers) == 1 and isinstance(norms := reducers[0], Norms) and not keep and not check:
             self._pool = Pool(lambda name, sq: norms.put(name, self._scaled(sq)), deliver)
+        self._together: Together | None = None
         self._came: dict[int, int] = {}
         self._done: set[int] = set()
+
+    def gather(self, plan: Plan, nodes: Sequence[Node]) -> Container[int]:
+        """The meetings of this graph that need only be handed to `wait`, if norms are all that is wanted."""
+        if self._pool is None or not plan.together:
+            return ()
+        keys = {name: key for key, name in self._names.items()}
+        norms = self._reducers[0]
+        assert isinstance(norms, Norms)
+
+        def put(name: str, meeting: Meeting, sq: Tensor) -> None:
+            self._done.add(keys[name])
+            self.meetings[keys[name]] = {meeting: None}
+            norms.put(name, self._scaled(sq))
+
+        parameters = {name: self._wanted[key] for name, key in keys.items()}
+        self._together = Together(plan, nodes, parameters, self._skipped, put, self._deliver)
+        return self._together.waits
+
+    def wait(self, place: int, delta: Tensor) -> bool:
+        """Whether this meeting waits for others of its shape; if not, its factors are wanted."""
+        assert self._together is not None
+        return self._together.add(place, delta)
 
     def meet(self, parameter: Tensor, meetings: Mapping[Meeting, None], kind: Kind) -> None:
         """The samples' gradients of a parameter, from these meetings."""
@@ -79,8 +104,9 @@ class Intake:
         for key in list(self.kinds):
             if key not in self._done:
                 self._complete(key)
-        if self._pool is not None:
-            self._pool.flush()
+        for waiting in (self._together, self._pool):
+            if waiting is not None:
+                waiting.flush()
         left = {key: name for key, name in self._names.items() if key not in self._done}
         for reducer in self._reducers:
             for key, name in left.items():  # there, with zeros
@@ -120,7 +146,7 @@ class Intake:
             else:
                 reducer.take(name, factors)
         if name in self._skipped and summed is not None:
-            self._deliver(parameter, summed)
+            self._deliver([parameter], [summed])
         if not self._keep:
             if self._check:
                 self._sums[key] = sum(kind.sum() for kind in self.kinds[key])  # type: ignore[assignment]
@@ -135,11 +161,21 @@ def is_listened(parameter: nn.Parameter) -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def accumulate(parameter: nn.Parameter, value: Tensor) -> None:
+def accumulate(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
     """Add to `.grad` as torch would: memory of its own, laid out as the parameter is."""
-    if parameter.grad is not None:
-        parameter.grad.add_(value)
-    elif value.dtype == parameter.dtype and value.stride() == parameter.stride() and not value._is_view():
-        parameter.grad = value
-    else:
-        parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(value)
+    sums: tuple[list[Tensor], list[Tensor]] = ([], [])
+    copies: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for parameter, value in zip(parameters, values, strict=True):
+        if parameter.grad is not None:
+            sums[0].append(parameter.grad)
+            sums[1].append(value)
+        elif value.dtype == parameter.dtype and value.stride() == parameter.stride() and not value._is_view():
+            parameter.grad = value
+        else:
+            parameter.grad = torch.empty_like(parameter, requires_grad=False)
+            copies[0].append(parameter.grad)
+            copies[1].append(value)
+    if copies[0]:
+        torch._foreach_copy_(*copies)
+    if sums[0]:
+        torch._foreach_add_(*sums)

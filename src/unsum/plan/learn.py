@@ -21,6 +21,7 @@ from unsum.plan.audit import Audit
 from unsum.plan.lasting import lasting_indices
 from unsum.plan.plan import Plan
 from unsum.plan.routes import routes, rule_routes
+from unsum.plan.together import teams
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,9 @@ def _plan(
     beside = [node for node in cut.loss if (node not in cut.on_data or is_penalty(node)) and leads_to_one(node)]
     indices = lasting_indices(swept, place, mixed) if lasting and not swept.hidden else None
     modules = {place: setting.module_of(nodes[place]._sequence_nr()) for place in owned}
+    ruled = {} if audit is None else rule_routes(audit, place, owned, modules, mixed, n, setting.names)
+    ways = routes(nodes, swept, mixed, beside, setting.names, audit)
+    alone = {name for name, times in ways["expected"].items() if times == 1 and name not in ways["late"]}
     return Plan(
         n=n,
         owned=owned,
@@ -160,8 +164,9 @@ def _plan(
         modules=modules,
         nobodys=tuple(place[node] for node in beside),
         hidden={place[node]: owners for node, owners in swept.hidden.items()},
-        routes={} if audit is None else rule_routes(audit, place, owned, modules, mixed, n, setting.names),
-        **routes(nodes, swept, mixed, beside, setting.names, audit),
+        routes=ruled,
+        together=teams(nodes, ruled, mixed, alone),
+        **ways,
         rounding=max([1e-9, *(_rounding(node) for node in cut.model if not is_leaf(node))]),
         lasting=indices is not None,
         indices=indices or (),

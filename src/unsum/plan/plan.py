@@ -3,7 +3,7 @@ holds no graph and fits every later graph with the same signature."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -60,6 +60,7 @@ class Plan:
     nobodys: tuple[int, ...]  # what joins a parameter to the loss without any data
     hidden: dict[int, list[Owners]] = field(default_factory=dict)  # nodes that run backwards of their own
     routes: dict[int, tuple[Route, ...]] = field(default_factory=dict)  # audited rules, by place
+    together: dict[int, Hashable] = field(default_factory=dict)  # meetings of one shape have the same key
     expected: dict[str, int] = field(default_factory=dict)  # how often factors come to a parameter
     late: frozenset[str] = frozenset()  # parameters to which gradients come formed, when the backward is over
     cheap: frozenset[str] = frozenset()  # parameters whose gradient comes with their norms: torch need not compute it

@@ -3,8 +3,8 @@ there are many of one shape, and are reduced by one product for all. What waits 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,11 @@ class _Waiting:
 class Pool:
     """Factors that wait for others of their shape. `put` gets squared norms, `deliver` the sums over samples."""
 
-    def __init__(self, put: Callable[[str, Tensor], None], deliver: Callable[[nn.Parameter, Tensor], None]) -> None:
+    def __init__(
+        self,
+        put: Callable[[str, Tensor], None],
+        deliver: Callable[[Sequence[nn.Parameter], Sequence[Tensor]], None],
+    ) -> None:
         self._put, self._deliver = put, deliver
         self._waiting: dict[Hashable, list[_Waiting]] = {}
         self._held = 0
@@ -46,19 +50,11 @@ class Pool:
         size = kind.numel() * kind.n
         if size > SMALL.get(device, 0):
             return False
-        key: Hashable
         if isinstance(kind, Outer):
-            key = (
-                kind.a.shape,
-                kind.delta.shape,
-                kind.turned,
-                kind.a.dtype,
-                kind.delta.dtype,
-                wants_sum,
-                parameter.device,
-            )
+            of_kind: Hashable = (kind.a.shape, kind.delta.shape, kind.turned, kind.a.dtype, kind.delta.dtype)
         else:
-            key = (kind.values.shape, kind.values.dtype, wants_sum, parameter.device)
+            of_kind = (kind.values.shape, kind.values.dtype)
+        key = (of_kind, wants_sum, parameter.device)
         self._waiting.setdefault(key, []).append(_Waiting(name, parameter, kind, wants_sum))
         self._held += size
         if self._held > BOUND.get(device, 0):
@@ -68,28 +64,34 @@ class Pool:
     def flush(self) -> None:
         """Reduce what waits."""
         for group in self._waiting.values():
-            kinds = [waiting.kind for waiting in group]
-            sq, sums = _outers(kinds, group) if isinstance(kinds[0], Outer) else _dense(kinds, group)  # type: ignore[arg-type]
-            for k, waiting in enumerate(group):
-                self._put(waiting.name, sq[k])
-                if sums is not None:
-                    self._deliver(waiting.parameter, sums[k].reshape(waiting.parameter.shape))
+            sq, sums = reduced(_joined([each.kind for each in group]), len(group), wants_sum=group[0].wants_sum)
+            for waiting, values in zip(group, sq.unbind(), strict=True):
+                self._put(waiting.name, values)
+            if sums is not None:
+                self._deliver([waiting.parameter for waiting in group], sums.unbind())
         self._waiting.clear()
         self._held = 0
 
 
-def _outers(kinds: list[Outer], group: list[_Waiting]) -> tuple[Tensor, Tensor | None]:
-    """(layers, n) and (layers, *shape), from one product."""
-    first, wants_sum, n = kinds[0], group[0].wants_sum, kinds[0].n
-    a, delta = torch.cat([kind.a for kind in kinds]), torch.cat([kind.delta for kind in kinds])
-    if not wants_sum:
-        return product.sq_norms(a, delta).view(len(kinds), n), None
-    each = torch.bmm(delta.mT, a)
-    sums = each.unflatten(0, (len(kinds), n)).sum(1)
-    return product.squares(each).view(len(kinds), n), sums.mT if first.turned else sums
+def _joined(kinds: Sequence[Outer | Dense]) -> Outer | Dense:
+    """Layers of one shape, as one with more samples."""
+    first = kinds[0]
+    if isinstance(first, Dense):
+        return Dense(torch.cat([kind.values for kind in kinds]))  # type: ignore[union-attr]
+    a, delta = (torch.cat([getattr(kind, name) for kind in kinds]) for name in ("a", "delta"))
+    return replace(first, a=a, delta=delta)
 
 
-def _dense(kinds: list[Dense], group: list[_Waiting]) -> tuple[Tensor, Tensor | None]:
-    values = torch.stack([kind.values for kind in kinds])
-    sq = product.squares(values.flatten(0, 1)).view(values.shape[:2])
-    return sq, values.sum(1) if group[0].wants_sum else None
+def reduced(kind: Kind, layers: int, *, wants_sum: bool) -> tuple[Tensor, Tensor | None]:
+    """(layers, n) squared norms and (layers, *shape) sums of the gradients of layers that are given as one with
+    layers·n samples."""
+    if isinstance(kind, Outer):
+        if not wants_sum:
+            return kind.sq_norms().view(layers, -1), None
+        each = torch.bmm(kind.delta.mT, kind.a)
+        sums = each.unflatten(0, (layers, -1)).sum(1)
+        sums = sums.mT if kind.turned else sums
+    else:
+        each = kind.per_sample()
+        sums = each.unflatten(0, (layers, -1)).sum(1) if wants_sum else None
+    return product.squares(each).view(layers, -1), None if sums is None else sums.reshape(layers, *kind.shape)

@@ -8,7 +8,7 @@ passed on, sample by sample, through the nodes without owners.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -53,6 +53,14 @@ class Listener(Protocol):
         """Positions of this operation got a gradient though nobody knows whose they are."""
         ...
 
+    def gather(self, plan: Plan, nodes: Sequence[Node]) -> Container[int]:
+        """The meetings that need only be handed to `wait`."""
+        ...
+
+    def wait(self, place: int, delta: Tensor) -> bool:
+        """Whether this meeting waits for others of its shape."""
+        ...
+
 
 class Run:
     """Waits at the nodes of a plan while one backward runs."""
@@ -75,8 +83,12 @@ class Run:
         for node in self.hidden:  # what it computes again inside is watched like a forward
             self._handles.append(hooks.on_node(node, lambda grads: hooks.watch(self._setting.sides)))
             self._handles.append(hooks.after_node(node, lambda results, grads: hooks.unwatch(self._setting.sides)))
+        waiting = () if self._doubts else self._to.gather(self.plan, self._nodes)
+        for place in self.plan.owned:
+            then = self._waiting if place in waiting else self._owned
+            self._handles.append(hooks.on_node(self._nodes[place], partial(then, place)))
         for places, then in (
-            (self.plan.owned, self._owned), (self.plan.streamed, self._passed), (self.plan.nobodys, self._nobodys)
+            (self.plan.streamed, self._passed), (self.plan.nobodys, self._nobodys)
         ):  # fmt: skip
             for place in places:
                 self._handles.append(hooks.on_node(self._nodes[place], partial(then, place)))
@@ -96,6 +108,11 @@ class Run:
         return id(child.variable) in self._setting.wanted if is_leaf(child) else child in self._mixed
 
     # ---- meetings -------------------------------------------------------------------------------------------------
+
+    def _waiting(self, place: int, grads: Grads) -> None:
+        delta = grads[0]
+        if delta is None or any(grad is not None for grad in grads[1:]) or not self._to.wait(place, delta):
+            self._owned(place, grads)
 
     def _owned(self, place: int, grads: Grads) -> None:
         node, owners = self._nodes[place], self.plan.owned[place]

@@ -25,18 +25,22 @@ def _of(node: Node, place: Mapping[Node, int], names: Mapping[int, str]) -> Hash
     if is_leaf(node):
         leaf = node.variable
         return names.get(id(leaf)) or (tuple(leaf.shape), leaf.dtype)
-    kind = type(node)
-    if kind not in _attributes:
-        _attributes[kind] = tuple(
-            name for name in dir(node) if name.startswith("_saved_") and not hasattr(kind, f"_raw{name}")
-        )
     return (
-        kind,
-        node.name(),
+        plain(node),
         tuple([(place[child], output) if child is not None else None for child, output in node.next_functions]),
         tuple([(tuple(meta.shape), meta.dtype) for meta in node._input_metadata]),
-        tuple([_plain(getattr(node, name)) for name in _attributes[kind]]),
     )
+
+
+def plain(node: Node) -> Hashable:
+    """The kind of a node, and what it has saved that is no tensor."""
+    kind = type(node)
+    names = _attributes.get(kind)
+    if names is None:
+        names = _attributes[kind] = tuple(
+            [name for name in dir(node) if name.startswith("_saved_") and not hasattr(kind, f"_raw{name}")]
+        )
+    return (kind, node.name(), *[_plain(getattr(node, name)) for name in names])
 
 
 def _plain(value: Any) -> Hashable:

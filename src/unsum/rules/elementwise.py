@@ -23,44 +23,44 @@ def _times(call: Call, other: Tensor) -> Scale:
     return Scale(call.take(call.delta), lambda: x, call.shape)
 
 
-@rule("AddBackward0", 0, _own)
+@rule("AddBackward0", 0, _own, rows=())
 def add(call: Call) -> Scale:
     """p + x."""
     return _spread(call)
 
 
-@rule("AddBackward0", 1, _own)
+@rule("AddBackward0", 1, _own, rows=())
 def added(call: Call) -> Scale:
     """x + alpha·p."""
     return _spread(call, getattr(call.node, "_saved_alpha", 1))
 
 
-@rule("SubBackward0", 0, _own)
+@rule("SubBackward0", 0, _own, rows=())
 def sub(call: Call) -> Scale:
     """p - x."""
     return _spread(call)
 
 
-@rule("SubBackward0", 1, _own)
+@rule("SubBackward0", 1, _own, rows=())
 def subtracted(call: Call) -> Scale:
     """x - alpha·p."""
     return _spread(call, -getattr(call.node, "_saved_alpha", 1))
 
 
-@rule("ExpandBackward0", 0, _own)
+@rule("ExpandBackward0", 0, _own, rows=())
 def expand(call: Call) -> Scale:
     """p spread over samples and positions."""
     return _spread(call)
 
 
-@rule("MulBackward0", 0, _own)
+@rule("MulBackward0", 0, _own, rows=("other",))
 def mul(call: Call) -> Scale | None:
     """p · x."""
     other = call.saved("other")
     return None if other is None else _times(call, other)
 
 
-@rule("MulBackward0", 1, _own)
+@rule("MulBackward0", 1, _own, rows=("self",))
 def multiplied(call: Call) -> Scale | None:
     """x · p."""
     other = call.saved("self")

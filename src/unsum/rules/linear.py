@@ -10,7 +10,7 @@ from unsum.graph.layout import Regular
 from unsum.rules.registry import Call, rule, scaled
 
 
-@rule("AddmmBackward0", 2)
+@rule("AddmmBackward0", 2, rows=("mat1",))
 def addmm(call: Call) -> Outer:
     """y = bias + a @ W."""
     return Outer(
@@ -18,13 +18,13 @@ def addmm(call: Call) -> Outer:
     )
 
 
-@rule("AddmmBackward0", 0)
+@rule("AddmmBackward0", 0, rows=())
 def addmm_bias(call: Call) -> Scale:
     """The bias is added to every row."""
     return Scale(scaled(call.take(call.delta), call.saved("beta")), None, call.shape)
 
 
-@rule("MmBackward0", 1)
+@rule("MmBackward0", 1, rows=("self",))
 def mm(call: Call) -> Outer:
     """y = a @ W."""
     return Outer(call.take(call.saved("self")), call.take(call.delta), call.shape, turned=True)

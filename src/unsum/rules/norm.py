@@ -14,7 +14,7 @@ def _normalized(node: Node, shape: tuple[int, ...]) -> int:
     return len(node._saved_normalized_shape)
 
 
-@rule("NativeLayerNormBackward0", 1, _normalized)
+@rule("NativeLayerNormBackward0", 1, _normalized, rows=("input", "result1", "result2"))
 def layer_norm_scale(call: Call) -> Scale:
     """y = x̂·w + b, x̂ from what the node has saved."""
     x, mean, rstd = (call.take(call.saved(name)) for name in ("input", "result1", "result2"))
@@ -32,13 +32,13 @@ def _normalised(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
     ).view(x.shape)
 
 
-@rule("NativeLayerNormBackward0", 2, _normalized)
+@rule("NativeLayerNormBackward0", 2, _normalized, rows=())
 def layer_norm_shift(call: Call) -> Scale:
     """The shift is added to every position."""
     return Scale(call.take(call.delta), None, call.shape)
 
 
-@rule("FusedRmsNormBackward0", 1, _normalized)
+@rule("FusedRmsNormBackward0", 1, _normalized, rows=("input", "result1"))
 def rms_norm_scale(call: Call) -> Scale:
     """y = x·rstd·w."""
     x, rstd = call.take(call.saved("input")), call.take(call.saved("result1"))
@@ -49,7 +49,7 @@ def _per_sample(node: Node, shape: tuple[int, ...]) -> int:
     return len(node._input_metadata[0].shape) - 1
 
 
-@rule("NativeGroupNormBackward0", 1, _per_sample)
+@rule("NativeGroupNormBackward0", 1, _per_sample, rows=("input", "result1", "result2"))
 def group_norm_scale(call: Call) -> Scale:
     """y = x̂·w + b with one w per channel."""
     x, mean, rstd = (call.take(call.saved(name)) for name in ("input", "result1", "result2"))
@@ -61,7 +61,7 @@ def group_norm_scale(call: Call) -> Scale:
     return Scale(call.take(call.delta), normalised, call.shape, over=_channels(call))
 
 
-@rule("NativeGroupNormBackward0", 2, _per_sample)
+@rule("NativeGroupNormBackward0", 2, _per_sample, rows=())
 def group_norm_shift(call: Call) -> Scale:
     """One shift per channel."""
     return Scale(call.take(call.delta), None, call.shape, over=_channels(call))

@@ -50,6 +50,7 @@ class Rule:
     name: str
     features: Callable[[Node, tuple[int, ...]], int]  # how many last dimensions of the gradient are no positions
     make: Callable[[Call], Kind | None]
+    rows: tuple[str, ...] | None = None  # what it reads of the node, if layers of one shape may be taken together
 
     def applies(self, node: Node, layout: Layout, n: int, shape: tuple[int, ...]) -> Positions | None:
         """How to take the node's gradient apart; None if the rule does not hold here."""
@@ -60,15 +61,21 @@ RULES: dict[tuple[str, int], Rule] = {}
 
 
 def rule(
-    operation: str, edge: int, features: int | Callable[[Node, tuple[int, ...]], int] = 1
+    operation: str,
+    edge: int,
+    features: int | Callable[[Node, tuple[int, ...]], int] = 1,
+    *,
+    rows: tuple[str, ...] | None = None,
 ) -> Callable[[Callable[[Call], Kind | None]], Callable[[Call], Kind | None]]:
     """Say how the tensor at this edge of this kind of node gets its gradient. `features`: how many of the last
-    dimensions of the node's gradient are features; the others are positions."""
+    dimensions of the node's gradient are features; the others are positions. `rows`: the saved tensors that
+    the rule reads, if the first dimension of each is that of the gradient: then layers of one shape may be taken
+    together, as one with more samples."""
 
     def register(make: Callable[[Call], Kind | None]) -> Callable[[Call], Kind | None]:
         count = features if callable(features) else lambda node, shape: features
         RULES[operation, edge] = Rule(
-            f"{(make.__module__ or '').rpartition('.')[2]}.{make.__name__}".lstrip("."), count, make
+            f"{(make.__module__ or '').rpartition('.')[2]}.{make.__name__}".lstrip("."), count, make, rows
         )
         return make
 
