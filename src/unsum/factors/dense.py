@@ -26,7 +26,7 @@ class Dense:
 
     def numel(self) -> int:
         """How many numbers are held for one sample."""
-        return self.values[:1].numel()
+        return self.values.numel() // max(self.n, 1)
 
     def per_sample(self) -> Tensor:
         """(n, *shape)."""

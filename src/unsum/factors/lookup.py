@@ -27,7 +27,7 @@ class Lookup:
 
     def numel(self) -> int:
         """How many numbers are held for one sample."""
-        return self.ids[:1].numel() + self.delta[:1].numel()
+        return (self.ids.numel() + self.delta.numel()) // max(self.n, 1)
 
     def _wide(self) -> torch.dtype:
         return wide(self.dtype or self.delta.dtype)

@@ -30,7 +30,7 @@ class Outer:
 
     def numel(self) -> int:
         """How many numbers are held for one sample."""
-        return (self.a[:1].numel() + self.delta[:1].numel()) * self.groups
+        return (self.a.numel() + self.delta.numel()) // max(self.n, 1)
 
     def _placed(self, matrix: Tensor, *lead: int) -> Tensor:
         """(…·groups, o, i) in the parameter's own shape."""

@@ -30,7 +30,7 @@ class Scale:
 
     def numel(self) -> int:
         """How many numbers are held for one sample."""
-        return self.delta[:1].numel() * (1 if self.x is None else 2)
+        return self.delta.numel() // max(self.n, 1) * (1 if self.x is None else 2)
 
     @cached_property
     def _values(self) -> Tensor:

@@ -47,7 +47,7 @@ class Windows:
 
     def numel(self) -> int:
         """How many numbers are held for one sample."""
-        return self.x[:1].numel() + self.delta[:1].numel()
+        return (self.x.numel() + self.delta.numel()) // max(self.n, 1)
 
     def outer(self) -> Outer:
         """The same as outer products, windows unfolded."""

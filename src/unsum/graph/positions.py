@@ -23,8 +23,10 @@ class Positions:
         """(n, t, *features), padded with zeros where samples have unequal numbers of positions."""
         if isinstance(self.layout, Regular):
             dim, block = self.layout.dim, self.layout.block
-            if dim == 0 and self.lead == 1 and tensor.shape[0] == self.n * block:
-                return tensor.reshape(self.n, block, *tensor.shape[1:])  # a view; unflatten takes thrice as long
+            if (
+                dim == 0 and tensor.shape[0] == self.n * block and tensor.numel()
+            ):  # samples after each other: one call instead of three
+                return tensor.reshape(self.n, -1, *tensor.shape[self.lead :])
             apart = tensor.unflatten(dim, (-1, self.n, block)).movedim(dim + 1, 0)
             return apart.flatten(1, self.lead + 1)
         flat = tensor.flatten(0, self.lead - 1)

@@ -160,6 +160,7 @@ def _plan(
     return Plan(
         n=n,
         owned=owned,
+        edges={k: tuple(edge for edge, child, _ in below(nodes[k]) if is_wanted(child)) for k in owned},
         mixed=frozenset(place[node] for node in mixed),
         modules=modules,
         nobodys=tuple(place[node] for node in beside),

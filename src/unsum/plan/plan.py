@@ -54,6 +54,7 @@ class Plan:
 
     n: int
     owned: dict[int, Owners]  # nodes with owners that lead to a parameter or to the weight side
+    edges: dict[int, tuple[int, ...]]  # those of the owned nodes that lead there
     mixed: frozenset[int]  # nodes that belong to nobody, on the way to a parameter
     streamed: frozenset[int]  # of these, those through which gradients pass formed, sample by sample
     modules: dict[int, str]  # in whose call the owned nodes were made

@@ -129,10 +129,8 @@ class Run:
         delta = grads[0]
         if delta is not None and all(grad is None for grad in grads[1:]):
             done = [route.edge for route in self.plan.routes.get(place, ()) if self._apply(route, node, delta)]
-        if len(done) < len(node.next_functions):
-            rest = [edge for edge, child, _ in below(node) if edge not in done and self._is_wanted(child)]
-            if rest:
-                self._replay(place, grads, rest)
+        if rest := [edge for edge in self.plan.edges[place] if edge not in done]:
+            self._replay(place, grads, rest)
 
     def _apply(self, route: Route, node: Node, delta: Tensor) -> bool:
         """A rule's factors, followed to the parameter; False if it does not hold here."""

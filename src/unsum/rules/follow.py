@@ -133,6 +133,8 @@ def cast(kind: Kind, dtype: torch.dtype) -> Kind:
 
 def finished(kind: Kind, parameter: Tensor, *, turned: bool) -> Kind:
     """The factors of a parameter, of which a tensor was met as it is, cast, or transposed."""
+    if turned and isinstance(kind, Outer):
+        return replace(kind, turned=not kind.turned, shape=tuple(parameter.shape), dtype=parameter.dtype)
     whole = _turned(kind, tuple(parameter.shape)) if turned else kind
     assert whole is not None
     return cast(whole, parameter.dtype)
