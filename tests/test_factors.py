@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import unsum
 from test_gradients import IDS, IMAGES, NETS, SEQUENCES, Adapted, D, Experts, N, T, mlp, scalar
 from unsum.errors import InteractionError, SamplesError, UnsupportedError
+from unsum.plan.together import Together
 from unsum.testing import laws
 
 
@@ -50,6 +51,13 @@ RULES = {
     "weight on the left": ("from_the_left", lambda: Using((3, D), lambda x, p: (p @ x.flatten(0, 1).T).T.view(N, T, 3)), SEQUENCES),
     "time first": ("linear.mm", lambda: Using((D, 3), lambda x, p: (x.transpose(0, 1) @ p).transpose(0, 1)), SEQUENCES),
     "embedding": ("lookup.embedding", lambda: nn.Embedding(20, D, padding_idx=3), IDS),
+    "bags of rows": ("lookup.embedding_bag", lambda: nn.EmbeddingBag(20, D, mode="sum"), IDS),
+    "bags, mean": ("lookup.embedding_bag", lambda: nn.EmbeddingBag(20, D, padding_idx=3), IDS),
+    "bags, weighted": ("lookup.embedding_bag", lambda: Using((20, D), lambda x, p: F.embedding_bag(x, p, mode="sum", per_sample_weights=x.double().cos())), IDS),
+    "bags of other sizes": ("lookup.embedding_bag", lambda: Using((20, D), lambda x, p: F.embedding_bag(x.flatten(), p, torch.tensor([0, 1, T + 2, 2 * T])[:N])), IDS),
+    "instance norm": ("elementwise.repeat", lambda: nn.InstanceNorm2d(3, affine=True), IMAGES),
+    "class token, repeated": ("elementwise.repeat", lambda: Using((1, 2, D), lambda x, p: torch.cat([p.repeat(N, 1, 1), x], 1)), SEQUENCES),
+    "rows, repeated": ("elementwise.repeat", lambda: Using((T, D), lambda x, p: x * p.repeat(N, 1).view(N, T, D)), SEQUENCES),
     "layer norm": ("norm.layer_norm_scale", lambda: nn.LayerNorm((T, D)), SEQUENCES),
     "RMS norm": ("", lambda: nn.RMSNorm(D), SEQUENCES),
     "group norm": ("norm.group_norm_scale", lambda: nn.GroupNorm(1, 3), IMAGES),
@@ -72,6 +80,42 @@ RULES = {
     "transposed convolution": ("convolution", conv(nn.ConvTranspose2d, 3, 4, 3, stride=2, padding=1, output_padding=1), IMAGES),
     "transposed, groups": ("convolution", conv(nn.ConvTranspose2d, 3, 6, 3, groups=3, dilation=2), IMAGES),
 }  # fmt: skip
+
+
+def deep(layer, between=nn.Tanh, depth=3):
+    return lambda: nn.Sequential(*(part for _ in range(depth) for part in (layer(), between())))
+
+
+STACKS = {
+    "linear": (deep(lambda: nn.Linear(D, D)), SEQUENCES),
+    "linear, two dimensions": (deep(lambda: nn.Linear(D, D, bias=False)), SEQUENCES[:, 0]),
+    "layer norm": (deep(lambda: nn.LayerNorm(D)), SEQUENCES),
+    "layer norm over two dimensions": (deep(lambda: nn.LayerNorm((T, D))), SEQUENCES),
+    "RMS norm": (deep(lambda: nn.RMSNorm(D)), SEQUENCES),
+    "group norm": (deep(lambda: nn.GroupNorm(1, 3)), IMAGES),
+    "gains": (deep(lambda: Using((D,), lambda x, p: x * p)), SEQUENCES),
+    "shifts": (deep(lambda: Using((D,), lambda x, p: p - x)), SEQUENCES),
+    "gains before": (deep(lambda: Using((1, T, 1), lambda x, p: p * x)), SEQUENCES),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_layers_of_one_shape_are_taken_together(name, monkeypatch):
+    make, x = STACKS[name]
+    laws(made(make, x))
+    sizes = []
+    apply = Together._apply
+    monkeypatch.setattr(Together, "_apply", lambda self, team, left: sizes.append(len(left)) or apply(self, team, left))
+    model, x = made(make, x)()
+    truth = per_sample_gradients(model, lambda m, b: m(b).square().flatten(1).sum(1), x)
+    for _ in range(2):
+        model.zero_grad()
+        with unsum.gradients(model, unsum.Norms()) as g:
+            model(x).square().sum().backward()
+        for key, squares in g[unsum.Norms].by_parameter().items():
+            torch.testing.assert_close(squares, truth[key].flatten(1).square().sum(1))
+            torch.testing.assert_close(model.get_parameter(key).grad, truth[key].sum(0))
+    assert sizes and max(sizes) > 1
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -113,6 +113,7 @@ def _worker(rank, port, kind, folder):
             grads = [torch.zeros_like(plain[2].weight.grad) for _ in range(2)]
             dist.all_gather(grads, plain[2].weight.grad)
             torch.testing.assert_close(model[2].weight.grad, sum(grads) / 2)
+            _by_sample(wrapped, plain, x)
         else:
             with pytest.raises(SiteError, match=r"0\.weight:grad.*sharded"):
                 with unsum.capture(wrapped, "0.weight:grad"):
@@ -126,6 +127,33 @@ def _worker(rank, port, kind, folder):
         with contextlib.suppress(Exception):
             dist.barrier()
         os._exit(0)  # the verdict is in the file; gloo's threads may abort an orderly exit
+
+
+def _by_sample(wrapped, plain, x):
+    """Gradients per sample are the rank's own; `.grad` is averaged over the ranks as ever."""
+    truth = [torch.autograd.grad(plain(x[k : k + 1]).square().sum(), list(plain.parameters())) for k in range(len(x))]
+    each = {name: torch.stack(g) for (name, _), g in zip(plain.named_parameters(), zip(*truth, strict=True))}
+    squares = sum(g.flatten(1).square().sum(1) for g in each.values())
+    w = torch.tensor([1.0, 0.5, -1.0])
+    for step in range(4):  # learnt, remembered, in a loop
+        reducers = (unsum.Norms(),) if step % 2 else (unsum.Norms(), unsum.WeightedSum(w), unsum.SecondMoment())
+        wrapped.zero_grad()
+        with unsum.gradients(wrapped, *reducers) as g:
+            wrapped(x).square().sum().backward()
+        torch.testing.assert_close(g[unsum.Norms].sq_norms().float(), squares)
+        for name, parameter in plain.named_parameters():
+            if len(reducers) > 1:
+                wanted = torch.tensordot(w, each[name], 1)
+                torch.testing.assert_close(g[unsum.WeightedSum].sum()[name].float(), wanted)
+                torch.testing.assert_close(
+                    g[unsum.SecondMoment].sum_squares()[name].float(), each[name].square().sum(0)
+                )
+            own = [torch.zeros_like(parameter) for _ in range(2)]
+            dist.all_gather(own, each[name].sum(0))
+            torch.testing.assert_close(wrapped.module.get_parameter(name).grad, sum(own) / 2)
+    with unsum.gradients(wrapped) as g:
+        wrapped(x).square().sum().backward()
+    torch.testing.assert_close(g["0.weight"].per_sample().float(), each["0.weight"])
 
 
 @pytest.mark.slow

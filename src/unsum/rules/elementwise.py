@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from unsum.factors.scale import Scale
+from unsum.graph.layout import Regular
 from unsum.graph.nodes import Node
 from unsum.rules.registry import Call, rule, scaled
 
@@ -65,3 +66,16 @@ def multiplied(call: Call) -> Scale | None:
     """x · p."""
     other = call.saved("self")
     return None if other is None else _times(call, other)
+
+
+@rule("RepeatBackward0", 0, 0)
+def repeat(call: Call) -> Scale | None:
+    """p laid side by side with itself along the samples, as in instance norm and class tokens."""
+    times, layout, shape = call.saved("repeats"), call.by.layout, call.shape
+    unit = shape[0] if len(times) == len(shape) and shape else 1  # of the first dimension, in one copy
+    if not isinstance(layout, Regular) or layout.dim != 0 or call.only_nobodys:
+        return None
+    if any(t != 1 for t in times[1:]) or layout.block % unit:
+        return None
+    copies = call.delta.reshape(-1, layout.n, layout.block // unit, *shape)
+    return Scale(copies.movedim(1, 0).flatten(1, 2), None, shape)
