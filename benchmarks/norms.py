@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import argparse
 import copy
+import ctypes
 import gc
 import importlib.util
 import json
 import random
 import statistics
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -197,6 +200,30 @@ def check(way: Way, x: Tensor, y: Tensor, squares: Tensor, grads: list[Tensor | 
     return f"off by {off:.0e}" if off < loose else f"WRONG norms, off by {off:.0e}"
 
 
+def peak_on_cpu(name: str, way: str, threads: int) -> int:
+    """Bytes that one step adds to the memory of a process of its own, at its highest."""
+    command = [sys.executable, __file__, "--only", name, "--peak-of", way, "--threads", str(threads)]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+
+def peak_of(make: Callable[[str], Any], way: str) -> int:
+    """In this process: how much more memory a step takes than there was before, at its highest."""
+    torch.manual_seed(0)
+    model, loss, x, y = make("cpu")
+    step = with_unsum(loss) if way == "unsum" else plain(loss)
+    for _ in range(3):
+        model.zero_grad(set_to_none=True)
+        step(model, x, y)
+    model.zero_grad(set_to_none=True)
+    lines = lambda: Path("/proc/self/status").read_text().splitlines()
+    status = lambda key: 1024 * int(next(line for line in lines() if line.startswith(key)).split()[1])
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten
+    before = status("VmRSS")
+    step(model, x, y)
+    return status("VmHWM") - before
+
+
 def memory(way: Way, x: Tensor, y: Tensor) -> int:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -250,11 +277,15 @@ def run(name: str, make: Callable[[str], Any], *, device: str, dtype: torch.dtyp
             times[way.name].append(now(device) - start)
         gc.collect()
     gc.enable()
-    peaks = {way.name: memory(way, x, y) for way in ways} if device == "cuda" else {}
+    if device == "cuda":
+        peaks = {way.name: memory(way, x, y) for way in ways}
+    elif Path("/proc/self/clear_refs").exists():
+        own = {"plain": "plain", "plain, again": "plain", "unsum, Norms": "unsum"}
+        peaks = {shown: peak_on_cpu(name, way, torch.get_num_threads()) for shown, way in own.items()}
     for way, values in zip(ways, checked, strict=True):
         row = {"way": way.name, "ms": round(1e3 * statistics.median(times[way.name]), 2),
                "to_plain": ratios(times, way.name, "plain"), "norms": values}  # fmt: skip
-        if peaks:
+        if way.name in peaks:
             row["memory"] = round(peaks[way.name] / peaks["plain"], 3)
         rows.insert(len([r for r in rows if "to_plain" in r]), row)
     return {"model": name, "repetitions": len(times["plain"]), "rows": rows}
@@ -282,8 +313,12 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="of torch on the CPU")
     parser.add_argument("--only", default="", help="models whose name contains this")
+    parser.add_argument("--peak-of", choices=["plain", "unsum"], help="only print the bytes that a step takes")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.peak_of:
+        print(peak_of(next(make for name, make in CPU.items() if options.only in name), options.peak_of))
+        return
     warnings.simplefilter("ignore")
     random.seed(0)
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32

@@ -48,7 +48,7 @@ def norms(result: dict[str, Any]) -> str:
                 continue
             ratio = row["to_plain"]
             spread = f"{ratio['low']:.2f}, {ratio['high']:.2f}"
-            memory = f" {row['memory']:.2f}× |" if has_memory else ""
+            memory = f" {row['memory']:.2f}× |" if "memory" in row else " |" if has_memory else ""
             lines.append(f"| {row['way']} | {ratio['median']:.2f}× | {spread} |{memory} {row['norms']} |")
         lines.append("")
     return "\n".join(lines)

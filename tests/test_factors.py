@@ -559,3 +559,29 @@ def test_costs_that_were_measured_are_used(tmp_path, monkeypatch):
     costs.weights.cache_clear()
     assert costs.cheaper(*shape, want_sum=True) == "gram"
     costs.weights.cache_clear()
+
+
+@pytest.mark.parametrize("reducers", [(), (unsum.Norms,), (unsum.Norms, unsum.Project)], ids=len)
+def test_nothing_waits_for_the_garbage_collector(reducers):
+    """A circle of references would hold the graph of a step, and its memory, into the next."""
+    model, x = made(deep(lambda: nn.Linear(D, D)), SEQUENCES)()
+
+    def step():
+        with unsum.gradients(model, *(kind() for kind in reducers)) as g:
+            model(x).square().sum().backward()
+        g.sq_norms() if not reducers else g[unsum.Norms].sq_norms()
+
+    for _ in range(4):
+        step()
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        step()
+        gc.collect()
+        left = [type(thing).__name__ for thing in gc.garbage]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not left

@@ -132,7 +132,9 @@ def _worker(rank, port, kind, folder):
 def _by_sample(wrapped, plain, x):
     """Gradients per sample are the rank's own; `.grad` is averaged over the ranks as ever."""
     truth = [torch.autograd.grad(plain(x[k : k + 1]).square().sum(), list(plain.parameters())) for k in range(len(x))]
-    each = {name: torch.stack(g) for (name, _), g in zip(plain.named_parameters(), zip(*truth, strict=True))}
+    each = {
+        name: torch.stack(g) for (name, _), g in zip(plain.named_parameters(), zip(*truth, strict=True), strict=True)
+    }
     squares = sum(g.flatten(1).square().sum(1) for g in each.values())
     w = torch.tensor([1.0, 0.5, -1.0])
     for step in range(4):  # learnt, remembered, in a loop

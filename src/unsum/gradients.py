@@ -84,7 +84,7 @@ class GradientsBlock:
         self._backwards: list[Run | None] = []  # under way, the innermost last
         self._adding: list[bool] = []  # whether each of them adds to .grad
         self._intake: Intake | None = None
-        self._arrived = Arrived(self._setting.wanted, self._found.by_id, self._hears)
+        self._arrived = Arrived(self._setting.wanted, self._found.by_id)
         self._put_back: list[tuple[nn.Parameter, Tensor | None]] = []
         self._reached: set[int] | None = None
         self._is_checked = self._is_new = False
@@ -182,7 +182,7 @@ class GradientsBlock:
         self._reached = {id(given) for given in call.inputs if isinstance(given, Tensor)} if call.inputs else None
         self._start(plan, nodes)
         if self._is_checked:
-            self._arrived.attach()
+            self._arrived.attach(self._hears)
         if not options.grad:  # set aside, or torch would add to it in place
             self._put_back = [(p, p.grad) for p in self._names.parameters.values()]
             for parameter, _ in self._put_back:

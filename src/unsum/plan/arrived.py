@@ -16,16 +16,17 @@ from unsum.kernels.product import wide
 class Arrived:
     """Waits at the parameters while a backward runs. Local: before accumulation, and before processes are averaged."""
 
-    def __init__(self, wanted: Mapping[int, nn.Parameter], names: Mapping[int, str], hears: Callable[[], bool]) -> None:
-        self._wanted, self._names, self._hears = wanted, names, hears
+    def __init__(self, wanted: Mapping[int, nn.Parameter], names: Mapping[int, str]) -> None:
+        self._wanted, self._names = wanted, names
         self.rounding = 1e-9  # how far sums may be off
         self._received: dict[int, Tensor] = {}
         self._handles: list[hooks.Handle] = []
 
-    def attach(self) -> None:
-        """Wait. First of all hooks, to see what arrives and not what the user's own make of it."""
+    def attach(self, hears: Callable[[], bool]) -> None:
+        """Wait, and take in what arrives while `hears()`. First of all hooks, to see what arrives and not what the
+        user's own make of it."""
         for key, parameter in self._wanted.items():
-            self._handles.append(hooks.on_gradient(parameter, self._receiver(key), first=True))
+            self._handles.append(hooks.on_gradient(parameter, self._receiver(key, hears), first=True))
 
     def detach(self) -> None:
         """Wait no longer."""
@@ -37,9 +38,9 @@ class Arrived:
         """Another backward begins."""
         self._received.clear()
 
-    def _receiver(self, key: int) -> Any:
+    def _receiver(self, key: int, hears: Callable[[], bool]) -> Any:
         def received(grad: Tensor) -> None:
-            if grad is None or not self._hears():
+            if grad is None or not hears():
                 return
             dense = (grad.to_dense() if grad.layout != torch.strided else grad).detach().to(wide(grad.dtype))
             self._received[key] = self._received[key] + dense if key in self._received else dense.clone()

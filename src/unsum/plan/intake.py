@@ -107,6 +107,7 @@ class Intake:
         for waiting in (self._together, self._pool):
             if waiting is not None:
                 waiting.flush()
+        self._together = self._pool = None  # which know this object: a circle would hold the graph until it is found
         left = {key: name for key, name in self._names.items() if key not in self._done}
         for reducer in self._reducers:
             for key, name in left.items():  # there, with zeros
