@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import unsum
 from test_gradients import IDS, IMAGES, NETS, SEQUENCES, Adapted, D, Experts, N, T, mlp, scalar
 from unsum.errors import InteractionError, SamplesError, UnsupportedError
 from unsum.plan.together import Together
+from unsum.rules.registry import RULES as RULES_OF
 from unsum.testing import laws
 
 
@@ -116,6 +118,25 @@ def test_layers_of_one_shape_are_taken_together(name, monkeypatch):
             torch.testing.assert_close(squares, truth[key].flatten(1).square().sum(1))
             torch.testing.assert_close(model.get_parameter(key).grad, truth[key].sum(0))
     assert sizes and max(sizes) > 1
+
+
+def test_a_rule_that_says_wrongly_that_layers_can_be_taken_together_is_found(monkeypatch):
+    true = RULES_OF["NativeLayerNormBackward0", 1]
+    monkeypatch.setitem(
+        RULES_OF,
+        ("NativeLayerNormBackward0", 1),
+        replace(
+            true,
+            make=lambda call: true.make(
+                replace(call, delta=call.delta.roll(len(call.delta) // 3, 0)) if call.by.n > N else call
+            ),
+        ),
+    )
+    model, x = made(deep(lambda: nn.LayerNorm(D)), SEQUENCES)()
+    with pytest.raises(UnsupportedError, match=r"norm.layer_norm_scale does not give the same for layers together"):
+        for _ in range(2):
+            with unsum.gradients(model, unsum.Norms()):
+                model(x).square().sum().backward()
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -69,6 +69,7 @@ class Plan:
     rounding: float = 1e-9
     lasting: bool = False  # whether it holds for later graphs with the same signature
     indices: tuple[Indices, ...] = ()  # if these are the same
+    tried: set[Meeting] = field(default_factory=set)  # the first of each team, once it was compared with itself alone
 
     def fits(self, nodes: Sequence[Node]) -> bool:
         """Whether the indices by which owners went are still the same."""

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unsum.errors import UnsupportedError
+from unsum.factors.total import Kind
 from unsum.graph.layout import Regular
 from unsum.graph.nodes import Node, below, is_leaf
 from unsum.graph.positions import Positions
@@ -126,27 +128,43 @@ class Together:
             self._apply(team, same)
 
     def _apply(self, team: _Team, left: list[_Left]) -> None:
-        delta = torch.cat([each.delta for each in left])
-        saved = {name: torch.cat([each.saved[k] for each in left]).detach() for k, name in enumerate(team.names)}
-        node = _Stacked(self._nodes[left[0].place], saved)
         for k, route in enumerate(team.routes):
-            layout = route.by.layout
-            assert isinstance(layout, Regular)
-            many = Regular(tuple(delta.shape), len(left) * layout.n, 0, layout.block)
-            call = Call(node, delta, Positions(many, many.n, route.by.lead), route.shape)
-            kind = route.rule.make(call)
-            assert kind is not None
             own = [self._plan.routes[each.place][k] for each in left]
             names = [str(route.parameter) for route in own]
             parameters = [self._parameters[name] for name in names]
             wanted = [name in self._skipped for name in names]
-            whole = finished(kind, parameters[0], turned=route.turned)
-            sq, sums = reduced(whole, len(left), wants_sum=any(wanted))
+            kind = finished(self._made(team, route, left), parameters[0], turned=route.turned)
+            sq, sums = reduced(kind, len(left), wants_sum=any(wanted))
+            if route.meeting not in self._plan.tried:
+                self._try(team, route, left, sq[-1])
             for name, each, values in zip(names, own, sq.unbind(), strict=True):
                 self._put(name, each.meeting, values)
             if sums is not None:
                 given = [(p, s) for p, s, w in zip(parameters, sums.unbind(), wanted, strict=True) if w]
                 self._deliver([p for p, _ in given], [s for _, s in given])
+
+    def _made(self, team: _Team, route: Route, left: Sequence[_Left]) -> Kind:
+        """What a rule makes of these meetings, as of one."""
+        delta = torch.cat([each.delta for each in left])
+        saved = {name: torch.cat([each.saved[k] for each in left]).detach() for k, name in enumerate(team.names)}
+        layout = route.by.layout
+        assert isinstance(layout, Regular)
+        many = Regular(tuple(delta.shape), len(left) * layout.n, 0, layout.block)
+        node = _Stacked(self._nodes[left[0].place], saved)
+        kind = route.rule.make(Call(node, delta, Positions(many, many.n, route.by.lead), route.shape))
+        assert kind is not None
+        return kind
+
+    def _try(self, team: _Team, route: Route, left: Sequence[_Left], found: Tensor) -> None:
+        """The first time, compare with the last meeting by itself."""
+        self._plan.tried.add(route.meeting)
+        alone = self._made(team, route, left[-1:]).sq_norms()
+        loose = 1e-6 if alone.dtype == torch.float64 else 5e-2
+        if not bool(((found - alone).norm() <= loose * alone.norm()) | ~alone.isfinite().all()):
+            raise UnsupportedError(
+                f"the rule {route.rule.name} does not give the same for layers together as for each: its rows= names "
+                "saved tensors whose first dimension is not that of the gradient"
+            )
 
 
 class _Stacked:
