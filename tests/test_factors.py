@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import sys
 from dataclasses import replace
 
 import pytest
@@ -373,6 +374,53 @@ def test_a_plan_is_never_stale(how):
         with torch.no_grad():
             for p in model.parameters():
                 p += 0.1 * torch.randn_like(p)
+
+
+class Routed(nn.Module):
+    """Tokens are sorted by what some number says of them, gated, and sent back, twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(D, D) for _ in range(2))
+        self.gate = nn.ModuleList(nn.Linear(D, 1) for _ in range(2))
+        self.keys = [0, 0]  # by which feature
+        self.lost = False  # on the way back
+
+    def forward(self, x):
+        h = x.flatten(0, 1)
+        for inner, gate, key in zip(self.inner, self.gate, self.keys, strict=True):
+            order = x.flatten(0, 1)[:, key].argsort()
+            weight = gate(h).flatten()[order].sigmoid()
+            back = order if self.lost else order.argsort()
+            h = h + (torch.tanh(inner(h[order])) * weight[:, None])[back]
+        return h.view_as(x)
+
+
+def test_rows_that_go_elsewhere_in_every_batch_need_no_new_plan(monkeypatch):
+    model, learnt = Routed().double(), []
+    block = sys.modules["unsum.gradients"]
+    learn = block.learn
+    monkeypatch.setattr(block, "learn", lambda *args: learnt.append(1) or learn(*args))
+    for step in range(5):
+        x = torch.randn(N, T, D, dtype=torch.float64)
+        model.keys = [0, min(step, 2)]  # the two ways were the same when the plan was made
+        truth = per_sample_gradients(model, scalar, x)
+        for reducers in ((), (unsum.Norms(),)):
+            with unsum.gradients(model, *reducers) as g:
+                scalar(model, x).backward()
+            for name, wanted in truth.items():
+                if reducers:
+                    squares = g[unsum.Norms].by_parameter()[name]
+                    torch.testing.assert_close(squares, wanted.flatten(1).square().sum(1), msg=f"{name}, step {step}")
+                else:
+                    torch.testing.assert_close(g[name].per_sample(), wanted, msg=f"{name}, step {step}")
+    assert len(learnt) == 1
+    model.lost = True
+    with pytest.raises(InteractionError):
+        for _ in range(2):  # in a loop that was known the first one is not watched, which is said
+            with unsum.gradients(model):
+                scalar(model, torch.randn(N, T, D, dtype=torch.float64)).backward()
+    assert len(learnt) == 3
 
 
 def test_another_loss_after_a_forward_that_is_known(caplog):

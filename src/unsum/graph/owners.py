@@ -149,8 +149,16 @@ def _read(streams: list[list[Tensor | None]], codes: Codes, *, only_regular: boo
 
 
 def _light(owners: Owners) -> Owners:
-    """Without what costs memory."""
-    return [IRREGULAR if isinstance(owner, Mapped) else owner for owner in owners]
+    """Without what costs memory: of rows that each are of one sample, one number each."""
+    return [_by_rows(owner) if isinstance(owner, Mapped) else owner for owner in owners]
+
+
+def _by_rows(owner: Mapped) -> Mapped:
+    if not owner.map.numel() or not owner.map.dim():
+        return IRREGULAR
+    rows = owner.map.reshape(len(owner.map), -1)[:, 0]
+    light = Mapped(rows.clone()).widened(owner.shape)
+    return light if torch.equal(light.map, owner.map) else IRREGULAR
 
 
 def _is_chance(owners: Owners, n: int, grads: Grads) -> bool:

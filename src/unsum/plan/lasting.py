@@ -7,7 +7,7 @@ of different samples (one-hot dispatch) hide such numbers in floats: those graph
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,36 +16,42 @@ from unsum.graph.layout import Layout, Regular
 from unsum.graph.nodes import Node, below, is_leaf, signed
 from unsum.graph.owners import Owners, Swept
 from unsum.graph.saved import saved_by
+from unsum.plan.moves import Moves, find
 from unsum.plan.plan import Indices
 
 # Their whole numbers are places within a sample, or the state of a random number generator.
 _WITHIN = (
     "MaxPool", "AdaptiveMaxPool", "FractionalMaxPool", "MaxUnpool", "NllLoss", "EmbeddingBag", "ScaledDotProduct",
-    "EfficientAttention", "FlashAttention", "CudnnRnn", "MkldnnRnn",
+    "EfficientAttention", "FlashAttention", "CudnnRnn", "MkldnnRnn", "GroupedMm",
 )  # fmt: skip
 _PRODUCTS = {"MmBackward0": (0, 1), "BmmBackward0": (0, 1), "AddmmBackward0": (1, 2), "BaddbmmBackward0": (1, 2)}
 
 
-def lasting_indices(swept: Swept, place: Mapping[Node, int], mixed: set[Node]) -> tuple[Indices, ...] | None:
-    """The numbers that must be the same for a plan to hold again; None if it may never be used again."""
+def lasting(
+    nodes: Sequence[Node], swept: Swept, place: Mapping[Node, int], mixed: set[Node]
+) -> tuple[tuple[Indices, ...], Moves] | None:
+    """The numbers that must be the same for a plan to hold again, and those that may be others; None if it may never be
+    used again."""
     if swept.is_fragile:
         return None
+    moves = find(nodes, swept.owners)
+    if moves is None:
+        return None
+    moving = {move.place for move in moves.moves}
     found: list[Indices] = []
     for node, owners in swept.owners.items():
         if owners is None:
             continue
-        if any(owner is not None and not isinstance(owner, Regular) for owner in owners):
-            return None
         data = [
             (edge, child, output) for edge, child, output in below(node) if not is_leaf(child) and child not in mixed
         ]
         if node.name() in _PRODUCTS and _contracts_samples(node, data, swept.owners):
             return None
-        if data:
+        if data and place[node] not in moving:
             for which, index in enumerate(saved_by(node)):
                 if _is_index(node, index) and _moves(node, which, data, swept.owners):
                     found.append(Indices(place[node], which, index.detach().clone()))
-    return tuple(found)
+    return tuple(found), moves
 
 
 def _is_index(node: Node, saved: Tensor) -> bool:
@@ -68,7 +74,8 @@ def _contracts_samples(node: Node, data: list[tuple[int, Node, int]], owners: Ma
         if edge not in edges:
             continue
         layout = _layout(owners, *edges[edge])
-        if not isinstance(layout, Regular) or layout.dim == len(layout.shape) + contracted:
+        dim = layout.dim if isinstance(layout, Regular) else 0  # rows that were moved are of one sample each
+        if layout is None or dim == len(layout.shape) + contracted:
             return True
     return False
 

@@ -18,7 +18,7 @@ from unsum.graph.replay import Grads, flow
 from unsum.graph.rows import Rows
 from unsum.graph.sides import Sides
 from unsum.plan.audit import Audit
-from unsum.plan.lasting import lasting_indices
+from unsum.plan.lasting import lasting as find_lasting
 from unsum.plan.plan import Plan
 from unsum.plan.routes import routes, rule_routes
 from unsum.plan.together import teams
@@ -152,7 +152,7 @@ def _plan(
             mixed.add(node)
     owned = {place[node]: owners for node, owners in swept.owners.items() if owners is not None and leads_to_one(node)}
     beside = [node for node in cut.loss if (node not in cut.on_data or is_penalty(node)) and leads_to_one(node)]
-    indices = lasting_indices(swept, place, mixed) if lasting and not swept.hidden else None
+    holds = find_lasting(nodes, swept, place, mixed) if lasting and not swept.hidden else None
     modules = {place: setting.module_of(nodes[place]._sequence_nr()) for place in owned}
     ruled = {} if audit is None else rule_routes(audit, place, owned, modules, mixed, n, setting.names)
     ways = routes(nodes, swept, mixed, beside, setting.names, audit)
@@ -169,8 +169,9 @@ def _plan(
         together=teams(nodes, ruled, mixed, alone),
         **ways,
         rounding=max([1e-9, *(_rounding(node) for node in cut.model if not is_leaf(node))]),
-        lasting=indices is not None,
-        indices=indices or (),
+        lasting=holds is not None,
+        indices=() if holds is None else holds[0],
+        moves=None if holds is None else holds[1],
     )
 
 

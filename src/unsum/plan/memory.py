@@ -22,10 +22,10 @@ def recall(model: nn.Module, key: Hashable, nodes: Sequence[Node]) -> Plan | Non
     """The plan of a graph that was learnt before, by any block."""
     plans = _plans.get(model, OrderedDict())
     plan = plans.get(key)
-    if plan is None or not plan.fits(nodes):
-        return None
-    plans.move_to_end(key)
-    return plan
+    fitted = None if plan is None else plan.fitted(nodes)
+    if fitted is not None:
+        plans.move_to_end(key)
+    return fitted
 
 
 def remember(model: nn.Module, key: Hashable, plan: Plan) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from unsum.graph.owners import Owners
 from unsum.graph.positions import Positions
 from unsum.graph.saved import saved_by
 from unsum.rules.registry import Rule
+
+if TYPE_CHECKING:
+    from unsum.plan.moves import Moves
 
 
 @dataclass(frozen=True)
@@ -69,12 +73,13 @@ class Plan:
     rounding: float = 1e-9
     lasting: bool = False  # whether it holds for later graphs with the same signature
     indices: tuple[Indices, ...] = ()  # if these are the same
+    moves: Moves | None = None  # rows that other batches send elsewhere
     tried: set[Meeting] = field(default_factory=set)  # the first of each team, once it was compared with itself alone
 
-    def fits(self, nodes: Sequence[Node]) -> bool:
-        """Whether the indices by which owners went are still the same."""
+    def fitted(self, nodes: Sequence[Node]) -> Plan | None:
+        """The plan for a graph of this signature; None if owners went by other indices then."""
         for known in self.indices:
             now = list(saved_by(nodes[known.place]))[known.which]
             if now.shape != known.value.shape or not torch.equal(now, known.value):
-                return False
-        return True
+                return None
+        return self if self.moves is None or not self.moves.moves else self.moves.applied(self, nodes)
