@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 Node = Any  # torch.autograd.graph.Node; its Python type says too little
+_Leaf = type(torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node)
 Edge = tuple[Node, int]  # a node and which of its outputs: what one tensor is
 
 
@@ -28,7 +29,7 @@ def place(root: Any) -> Edge:
 
 def is_leaf(node: Node) -> bool:
     """Whether this is where a parameter (or any other leaf) gets its gradient."""
-    return bool(node.name().endswith("AccumulateGrad"))
+    return type(node) is _Leaf or bool(node.name().endswith("AccumulateGrad"))
 
 
 def below(node: Node) -> list[tuple[int, Node, int]]:
@@ -36,20 +37,20 @@ def below(node: Node) -> list[tuple[int, Node, int]]:
     return [(i, child, output) for i, (child, output) in enumerate(node.next_functions) if child is not None]
 
 
-def ordered(roots: Iterable[Node], stop: Callable[[Node], bool] = lambda node: False) -> list[Node]:
+def ordered(roots: Iterable[Node], stop: Callable[[Node], bool] | None = None) -> list[Node]:
     """Every node that the roots lead to, each after all that lead to it; not past those at which to stop."""
     done: list[Node] = []
-    seen: set[Node] = set()
-    waiting = [(root, False) for root in roots]
+    seen: set[Node | None] = {None}
+    waiting: list[tuple[Node, bool]] = [(root, False) for root in roots]
     while waiting:
         node, left = waiting.pop()
         if left:
             done.append(node)
-        elif node is not None and node not in seen:
+        elif node not in seen:
             seen.add(node)
             waiting.append((node, True))
-            if not stop(node):
-                waiting += [(child, False) for _, child, _ in below(node) if child not in seen]
+            if stop is None or not stop(node):
+                waiting += [(child, False) for child, _ in node.next_functions if child not in seen]
     return done[::-1]
 
 
