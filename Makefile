@@ -42,6 +42,7 @@ docs: .venv/.dev
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) install -q -c constraints.txt -e '.[dev]'
 	-$(PIP) install -q -c constraints.txt --no-deps timm pillow  # timm itself asks for torchvision: tests have names for it
+	-$(PIP) install -q --no-deps triton  # its kernels run through its interpreter where there is no GPU
 	touch $@ .venv/.core
 
 .venv/.bench: .venv/.core

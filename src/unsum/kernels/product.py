@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from unsum.kernels import costs
+from unsum.kernels import costs, fused
 
 Way = Literal["product", "gram", "rank one"]
 
@@ -74,14 +74,16 @@ def norms_and_sum(a: Tensor, delta: Tensor, *, want_sum: bool) -> tuple[Tensor, 
     rows = o if n * o * i <= tile else max(ALIGNED, tile // max(n * i, 1) // ALIGNED * ALIGNED)
     if rows >= o:
         each = torch.bmm(delta.mT, a)
-        return squares(each), torch.sum(each, 0) if want_sum else None  # torch adds up in float32 at least
+        return fused.norms_and_sum(each) if want_sum else (squares(each), None)
     sq = torch.zeros(n, dtype=wide(a.dtype), device=a.device)
     total = torch.empty(o, i, dtype=a.dtype, device=a.device) if want_sum else None
     for first in range(0, o, rows):
         each = torch.bmm(delta[..., first : first + rows].mT, a)
-        sq += squares(each)
-        if total is not None:
-            torch.sum(each, 0, out=total[first : first + rows])
+        if total is None:
+            sq += squares(each)
+            continue
+        part, total[first : first + rows] = fused.norms_and_sum(each)
+        sq += part
     return sq, total
 
 

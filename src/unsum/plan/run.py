@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -128,13 +128,14 @@ class Run:
         done = []
         delta = grads[0]
         if delta is not None and all(grad is None for grad in grads[1:]):
-            done = [route.edge for route in self.plan.routes.get(place, ()) if self._apply(route, node, delta)]
+            memo: dict[str, Any] = {}
+            done = [route.edge for route in self.plan.routes.get(place, ()) if self._apply(route, node, delta, memo)]
         if rest := [edge for edge in self.plan.edges[place] if edge not in done]:
             self._replay(place, grads, rest)
 
-    def _apply(self, route: Route, node: Node, delta: Tensor) -> bool:
+    def _apply(self, route: Route, node: Node, delta: Tensor, memo: dict[str, Any]) -> bool:
         """A rule's factors, followed to the parameter; False if it does not hold here."""
-        call = Call(node, delta, route.by, route.shape)
+        call = Call(node, delta, route.by, route.shape, memo=memo)
         kind = route.rule.make(call)
         if kind is None:
             return False

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+import functools
+from collections.abc import Callable
+
 from torch import Tensor
 
 from unsum.factors.scale import Scale
 from unsum.graph.nodes import Node
+from unsum.kernels import fused
 from unsum.rules.registry import Call, rule
 
 
@@ -17,25 +20,30 @@ def _normalized(node: Node, shape: tuple[int, ...]) -> int:
 @rule("NativeLayerNormBackward0", 1, _normalized, rows=("input", "result1", "result2"))
 def layer_norm_scale(call: Call) -> Scale:
     """y = x̂·w + b, x̂ from what the node has saved."""
-    x, mean, rstd = (call.take(call.saved(name)) for name in ("input", "result1", "result2"))
-    return Scale(call.take(call.delta), lambda: _normalised(x, mean, rstd), call.shape)
+    delta, x, mean, rstd = map(call.take, (call.delta, *(call.saved(name) for name in ("input", "result1", "result2"))))
+    if fused.serves(delta, x):  # the sums of scale and shift in one pass
+        flat = (delta.flatten(2), x.flatten(2), mean.flatten(1), rstd.flatten(1))
+        call.memo["sums"] = functools.cache(
+            lambda: [s.view(-1, *delta.shape[2:]) for s in fused.scale_and_shift(*flat)]
+        )
+    return Scale(delta, lambda: _normalised(x, mean, rstd), call.shape, summed=_left(call, 0))
+
+
+def _left(call: Call, which: int) -> Callable[[], Tensor] | None:
+    """What is left of the pass over scale and shift, if it is made."""
+    sums = call.memo.get("sums")
+    return None if sums is None or call.only_nobodys else lambda: sums()[which]
 
 
 def _normalised(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
     """(x - mean)·rstd, where mean and rstd have one number for each position."""
-    if not x.is_cuda:
-        return ((x - mean) * rstd).to(x.dtype)
-    # One pass instead of three: every position is a channel to this kernel.
-    rows, stat = mean.numel(), torch.promote_types(x.dtype, torch.float32)
-    return torch.batch_norm_elemt(
-        x.reshape(1, rows, -1), None, None, mean.reshape(rows).to(stat), rstd.reshape(rows).to(stat), 0.0
-    ).view(x.shape)
+    return ((x - mean) * rstd).to(x.dtype)
 
 
 @rule("NativeLayerNormBackward0", 2, _normalized, rows=())
 def layer_norm_shift(call: Call) -> Scale:
     """The shift is added to every position."""
-    return Scale(call.take(call.delta), None, call.shape)
+    return Scale(call.take(call.delta), None, call.shape, summed=_left(call, 1))
 
 
 @rule("FusedRmsNormBackward0", 1, _normalized, rows=("input", "result1"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +23,7 @@ class Call:
     by: Positions
     shape: tuple[int, ...]  # of the tensor at the edge
     only_nobodys: bool = False  # the positions that belong to no sample, as if they were one
+    memo: dict[str, Any] = field(default_factory=dict)  # what the rules for other edges of the node have left
 
     def take(self, tensor: Tensor) -> Tensor:
         """(n, t, *features) of a tensor whose first dimensions are those of the gradient."""
