@@ -37,11 +37,15 @@ def sites_of(
     found: _Sites = {}
     at_leaves: dict[int, list[tuple[str, str]]] = {}
     by_name = {name: key for key, all_names in names.items() for name in all_names}
+    numbered: dict[tuple[int, str], list[Node]] = {}
+    for node in nodes:
+        numbered.setdefault((node._sequence_nr(), node.name()), []).append(node)
     for block in acted:
-        for node in nodes:
-            for output, site in block.on(node):
-                found.setdefault((node, output), []).append((block.how, site))
-        for ref, site in block.loose:
+        for (number, name, output, shape), own in block.by_place().items():
+            for node in numbered.get((number, name), ()):
+                if output < len(node._input_metadata) and tuple(node._input_metadata[output].shape) == shape:
+                    found.setdefault((node, output), []).extend((block.how, site) for site in own)
+        for ref, site in block.loose.values():
             tensor = ref()
             for leaf in leaves:
                 if tensor is not None and (tensor is leaf or _is_alike(tensor, leaf)):

@@ -33,7 +33,10 @@ function show(template, name) {{
   place.replaceChildren(template.content.cloneNode(true));
   place.dataset.shown = template.dataset.open;
   const svg = place.querySelector("svg");
-  svg.style.minWidth = 0.75 * svg.width.baseVal.value + "px";  // on a phone: scroll rather than shrink to nothing
+  const wide = svg.width.baseVal.value, tall = svg.height.baseVal.value;
+  const fits = Math.min((innerWidth - 24) / wide, (innerHeight - told.offsetHeight - 16) / tall, 1);
+  svg.style.maxWidth = "none";
+  svg.style.width = Math.max(fits, 0.75) * wide + "px";  // scroll rather than shrink to nothing
   const group = name === undefined ? null : place.querySelector(`[data-role=group][data-name="${{CSS.escape(name)}}"]`);
   if (group) {{ group.focus(); group.scrollIntoView({{ block: "nearest" }}); }}
 }}
