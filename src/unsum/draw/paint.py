@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
+from unsum.draw.cells import frame_title, parameters_in, pill_text, pill_width
 from unsum.draw.fold import Folding, Group
-from unsum.draw.layout import Item, Station
+from unsum.draw.layers import Item
+from unsum.draw.layout import Station
 from unsum.draw.scene import Box, Scene
-from unsum.draw.view import (
-    PILL,
-    STEM,
-    Line,
-    View,
-    cell_place,
-    frame_title,
-    parameters_in,
-    pill_text,
-    pill_width,
-    size,
-    view,
-)
+from unsum.draw.view import PILL, STEM, Line, View, cell_place, size, view
 from unsum.svg import Svg, by, width_of, wrapped
 
 SCREEN = (1440.0, 900.0)

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
+from unsum.draw.cells import Cell, elements_of, frame_title, group_cell, label_of, pill_width, tensor_cell
 from unsum.draw.fold import Folding, Group
-from unsum.draw.layout import PAD, Item, Link, Station, arrange
+from unsum.draw.layers import Item
+from unsum.draw.layout import PAD, Link, Station, arrange
 from unsum.draw.scene import Arrow, Box, Operation
-from unsum.svg import by, number, shorten, width_of
+from unsum.svg import width_of
 
 PILL, STEM = 22.0, 7.0
-ROOM = 180.0  # for a name
 _PITCH = 18.0
 _SLACK = 14.0
-
-
-@dataclass(frozen=True)
-class Text:
-    """A line of text in a box."""
-
-    text: str
-    kind: str
-    size: float
-    tall: float
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A box with lines of text: a tensor, or a folded group."""
-
-    lines: tuple[Text, ...]
-    width: float
-    height: float
 
 
 @dataclass
@@ -62,19 +43,6 @@ class View:
     lines: list[Line]
     times: dict[str, int]  # how often each thing is there
     stems: dict[str, str]  # the group that each thing is seen in
-
-
-def label_of(norms: tuple[float, ...], is_sum: bool = False) -> str:
-    """The size of a gradient as it is written; a range where several blocks are drawn as one.
-
-    Examples:
-        >>> label_of((0.5, 2.0, 1.0)), label_of(())
-        ('0.5–2', '')
-    """
-    if not norms:
-        return ""
-    low, high = number(min(norms)), number(max(norms))
-    return ("Σ " if is_sum else "") + (low if low == high else f"{low}–{high}")
 
 
 def view(folding: Folding, opened: frozenset[str]) -> View:
@@ -114,7 +82,7 @@ def _fill(folding: Folding, group: Group, item: Item, found: View, seen: dict[st
             _fill(folding, child, inner, found, seen, times * child.times, child.name or stem)
         else:
             for each in child.everything():
-                for element in _elements(folding, each):
+                for element in elements_of(folding, each):
                     seen[element] = key
     for element in group.boxes:
         found.boxes[element] = folding.scene.boxes[element]
@@ -133,11 +101,6 @@ def _add(found: View, item: Item, seen: dict[str, str], key: str, elements: list
         seen[element] = key
         found.times[element], found.stems[element] = times, stem
     return leaf
-
-
-def _elements(folding: Folding, group: Group) -> list[str]:
-    made = [box for key in group.operations for box in folding.scene.operations[key].makes]
-    return [*group.boxes, *group.operations, *made]
 
 
 def _draw_lines(folding: Folding, found: View, seen: dict[str, str]) -> None:
@@ -159,11 +122,6 @@ def _draw_lines(folding: Folding, found: View, seen: dict[str, str]) -> None:
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
 
-def frame_title(group: Group) -> str:
-    """The name of an open group as it is written on its frame."""
-    return (group.title or "model") + (f"  ×{group.times}" if group.times > 1 else "")
-
-
 def _sizes(folding: Folding, found: View) -> None:
     out: dict[str, list[Line]] = {}
     into: dict[str, int] = {}
@@ -174,31 +132,28 @@ def _sizes(folding: Folding, found: View) -> None:
         if item.is_group:
             continue
         if key in found.groups:
-            cell = found.cells[key] = _group_cell(folding, found.groups[key], out.get(key, []))
+            cell = found.cells[key] = group_cell(
+                folding, found.groups[key], [line.box for line in out.get(key, [])], _ports_width(out.get(key, []))
+            )
             item.width, item.height = cell.width, cell.height
         elif key in found.boxes:
-            cell = found.cells[key] = _cell(found.boxes[key], found.stems[key], out.get(key, []))
+            cell = found.cells[key] = tensor_cell(found.boxes[key], found.stems[key], _ports_width(out.get(key, [])))
             item.width, item.height = cell.width, cell.height
         else:
             op = found.operations[key]
-            cells = [_cell(folding.scene.boxes[made], found.stems[key], out.get(made, [])) for made in op.makes]
+            cells = [
+                tensor_cell(folding.scene.boxes[made], found.stems[key], _ports_width(out.get(made, [])))
+                for made in op.makes
+            ]
             found.cells.update(zip(op.makes, cells, strict=True))
             item.width = sum(cell.width for cell in cells) + 8 * (len(cells) - 1)
             item.height = PILL + STEM + max(cell.height for cell in cells)
         item.width = max(item.width, pill_width(found.operations.get(key)), _PITCH * into.get(key, 0))
 
 
-def pill_width(op: Operation | None) -> float:
-    """How wide an operation is."""
-    return 0.0 if op is None else width_of(pill_text(op), 12) + 22
-
-
-def pill_text(op: Operation) -> str:
-    """What is written on an operation."""
-    return ("◆ " if op.is_meeting else "") + shorten(op.name, ROOM, 12)
-
-
 def _ports_width(lines: list[Line]) -> float:
+    if not lines:
+        return 0.0
     if len(lines) == 1:
         return 2 * (width_of(lines[0].label, 10.5) + 14) if lines[0].label else 0.0
     return sum(_pitch(line) for line in lines)
@@ -206,56 +161,6 @@ def _ports_width(lines: list[Line]) -> float:
 
 def _pitch(line: Line) -> float:
     return _PITCH + (width_of(line.label, 10.5) + 6 if line.label else 0.0)
-
-
-def _cell(box: Box, stem: str, lines: list[Line]) -> Cell:
-    name = box.name[len(stem) + 1 :] if stem and box.name.startswith(f"{stem}.") else box.name
-    texts = []
-    if name:
-        texts.append(Text(shorten(name, ROOM, bold=True), "bold", 13, 17))
-    texts.append(Text(by(box.shape), "small" + (" faint" if name else ""), 11.5, 15))
-    for how, site in box.sites[:3]:
-        mark = "✎" if how == "edited" else "◉"
-        texts.append(Text(f"{mark} {shorten(site, ROOM, 10.5)}", "tiny blue", 10.5, 14))
-    if box.is_cut:
-        texts.append(Text("✂ cut", "tiny bold", 10.5, 14))
-    return _boxed(texts, lines, 52)
-
-
-def _group_cell(folding: Folding, group: Group, lines: list[Line]) -> Cell:
-    scene = folding.scene
-    texts = [Text(shorten(frame_title(group), ROOM + 30, bold=True), "bold", 13, 17)]
-    if group.kind:
-        texts.append(Text(shorten(group.kind, ROOM + 30, 11.5), "small", 11.5, 15))
-    inside = {element for each in group.everything() for element in _elements(folding, each)}
-    shapes = list(dict.fromkeys(by(line.box.shape) for line in lines))
-    taken = [scene.boxes[a.source] for a in scene.arrows_into(inside) if a.source not in inside]
-    given = list(dict.fromkeys(by(box.shape) for box in taken if box.role != "parameter"))
-    if shapes:
-        texts.append(Text(" → ".join([*given[:1], shapes[-1]]), "small faint", 11.5, 15))
-    parameters = [scene.boxes[key] for each in group.everything() for key in each.boxes]
-    if parameters:
-        total = math.sqrt(sum(norm**2 for box in parameters for norm in box.norms))
-        count = parameters_in(folding, group)
-        stored = f" · grad {number(total)}" if any(box.norms for box in parameters) else ""
-        texts.append(Text(f"{count} parameter{'s' if count != 1 else ''}{stored}", "tiny faint", 10.5, 14))
-    sites = [mark for key in inside if key in scene.boxes for mark in scene.boxes[key].sites]
-    meets = any(scene.operations[key].is_meeting for key in inside if key in scene.operations)
-    if sites or meets:
-        text = [f"{len(sites)} site{'s' if len(sites) != 1 else ''}"] if sites else []
-        texts.append(Text(" ".join((["◆"] if meets else []) + (["◉", *text] if sites else [])), "tiny blue", 10.5, 14))
-    return _boxed(texts, lines, 90)
-
-
-def parameters_in(folding: Folding, group: Group, times: int = 1) -> int:
-    """How many parameters a group has, each block of those drawn once counted."""
-    times *= group.times
-    return times * len(group.boxes) + sum(parameters_in(folding, child, times) for child in group.children)
-
-
-def _boxed(texts: list[Text], lines: list[Line], least: float) -> Cell:
-    wide = max(width_of(t.text, t.size, bold="bold" in t.kind) for t in texts) + 22
-    return Cell(tuple(texts), max(wide, least, _ports_width(lines)), sum(t.tall for t in texts) + 11)
 
 
 # ---- where arrows leave and arrive -----------------------------------------------------------------------------------
