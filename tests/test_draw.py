@@ -133,6 +133,34 @@ def test_sizes_of_what_flows_are_those_of_autograd():
         assert size == pytest.approx(float(dict(model.named_parameters())[name].grad.norm()) / 2, rel=1e-4)
 
 
+def test_the_size_at_a_tensor_is_that_of_what_has_come_through_the_views():
+    w, x = torch.randn(3, requires_grad=True), torch.randn(5, 3)
+    loss = (w.expand(5, 3) * x).sum()
+    (arrow,) = draw(loss, data={"w": w, "x": x}, flow=True).all(direction="backward", gradient="stored")
+    assert float(arrow.get("data-norm")) == pytest.approx(float(x.sum(0).norm()))
+
+
+class Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad + torch.randn_like(grad)
+
+
+def test_a_custom_function_is_called_only_if_asked_for_and_its_random_numbers_are_given_back():
+    x = torch.randn(3, requires_grad=True)
+    loss = Noisy.apply(x).sum()
+    loss.backward(retain_graph=True)
+    drawn = draw(loss, data={"x": x})
+    assert "custom function" in drawn.all(direction="backward", gradient="thrown-away")[0].get("aria-label")
+    state = torch.get_rng_state()
+    assert all(g.get("data-norm") for g in draw(loss, data={"x": x}, flow=True).all(direction="backward"))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_sizes_before_a_backward_only_if_asked_for_and_never_if_freed():
     model, x, y, loss = article()
     assert not draw(loss, model, {"x": x, "y": y}).root.findall(".//*[@data-norm]")
@@ -517,6 +545,25 @@ def test_tied_weights_are_one_box():
     drawn = draw(model(ids).sum(), model, {"ids": ids})
     assert list(drawn.tensors("parameter")) == ["emb.weight"] and drawn.landing("emb.weight") == ["stored"] * 2
     assert set(groups(drawn)) == {"", "emb", "head"}
+
+
+class Again(nn.Module):
+    """Calls a layer twice, with something between."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4, bias=False)
+        self.deep = nn.Sequential(nn.Linear(4, 4), self.fc)
+
+    def forward(self, x):
+        return self.fc(F.relu(self.deep(F.relu(self.fc(x)))))
+
+
+def test_a_layer_that_is_called_again_makes_no_circle():
+    model, x = Again(), torch.randn(3, 4)
+    drawn = draw(model(x).sum(), model, {"x": x})
+    assert drawn.landing("fc.weight") == ["stored"] * 3
+    downwards(drawn)
 
 
 def test_views_are_drawn_if_asked_for():

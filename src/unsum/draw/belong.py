@@ -57,7 +57,7 @@ def belonging(
         found.update(_after(run, found[in_time[seeded[-1]].key] or "", modules))
     _end_alike(in_time, seeded, found, modules)
     _weights_with_users(scene, weights, found)
-    _without_circles(scene, in_time, own, found)
+    _without_circles(scene, in_time, found)
     return found
 
 
@@ -168,9 +168,7 @@ def _weights_with_users(scene: Scene, weights: set[str], found: dict[str, str | 
             found[op.key] = common([p for p in paths if p is not None]) if paths and None not in paths else None
 
 
-def _without_circles(
-    scene: Scene, in_time: Sequence[Operation], own: Mapping[str, Sequence[str]], found: dict[str, str | None]
-) -> None:
+def _without_circles(scene: Scene, in_time: Sequence[Operation], found: dict[str, str | None]) -> None:
     """What leaves a module and comes back is not in it: put the operation at which it comes back one module higher."""
     maker = {box: op.key for op in scene.operations.values() for box in op.makes}
     given: dict[str, list[str]] = {}
@@ -191,7 +189,7 @@ def _without_circles(
             if not f"{found[op.key] or ''}.".startswith(f"{module}."):
                 if comes_back or any(source in inside for source in given.get(op.key, ())):
                     left.add(op.key)
-            elif comes_back and op.key not in own and found[op.key] == module:
+            elif comes_back and found[op.key] == module:
                 found[op.key] = module.rpartition(".")[0]
                 left.add(op.key)
             else:
