@@ -41,15 +41,16 @@ def sites_of(
     for node in nodes:
         numbered.setdefault((node._sequence_nr(), node.name()), []).append(node)
     for block in acted:
-        for (number, name, output, shape), own in block.by_place().items():
-            for node in numbered.get((number, name), ()):
-                if output < len(node._input_metadata) and tuple(node._input_metadata[output].shape) == shape:
-                    found.setdefault((node, output), []).extend((block.how, site) for site in own)
-        for ref, site in block.loose.values():
-            tensor = ref()
-            for leaf in leaves:
-                if tensor is not None and (tensor is leaf or _is_alike(tensor, leaf)):
-                    _add(at_leaves, id(leaf), (block.how, site))
+        for site, keys in block.sites.items():
+            for number, name, output, shape in dict.fromkeys(keys):
+                for node in numbered.get((number, name), ()):
+                    if output < len(node._input_metadata) and tuple(node._input_metadata[output].shape) == shape:
+                        found.setdefault((node, output), []).append((block.how, site))
+        for site, refs in block.loose.items():
+            for tensor in [tensor for ref in refs if (tensor := ref()) is not None]:
+                for leaf in leaves:
+                    if tensor is leaf or _is_alike(tensor, leaf):
+                        _add(at_leaves, id(leaf), (block.how, site))
         for name, site in block.leaves.items():
             if name in by_name:
                 _add(at_leaves, by_name[name], (block.how, site))
