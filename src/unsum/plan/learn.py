@@ -163,6 +163,7 @@ def _plan(
         edges={k: tuple(edge for edge, child, _ in below(nodes[k]) if is_wanted(child)) for k in owned},
         mixed=frozenset(place[node] for node in mixed),
         modules=modules,
+        cut=tuple((place[node], output) for node, output in cut.starts),
         nobodys=tuple(place[node] for node in beside),
         hidden={place[node]: owners for node, owners in swept.hidden.items()},
         routes=ruled,

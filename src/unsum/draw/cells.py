@@ -1,0 +1,118 @@
+"""What is written in boxes, and how large they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unsum.draw.fold import Folding, Group
+from unsum.draw.scene import Box, Operation
+from unsum.svg import by, number, shorten, width_of
+
+ROOM = 180.0  # for a name
+
+
+@dataclass(frozen=True)
+class Text:
+    """A line of text in a box."""
+
+    text: str
+    kind: str
+    size: float
+    tall: float
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A box with lines of text: a tensor, or a folded group."""
+
+    lines: tuple[Text, ...]
+    width: float
+    height: float
+
+
+def label_of(norms: tuple[float, ...], is_sum: bool = False) -> str:
+    """The size of a gradient as it is written; a range where several blocks are drawn as one.
+
+    Examples:
+        >>> label_of((0.5, 2.0, 1.0)), label_of(())
+        ('0.5–2', '')
+    """
+    if not norms:
+        return ""
+    low, high = number(min(norms)), number(max(norms))
+    return ("Σ " if is_sum else "") + (low if low == high else f"{low}–{high}")
+
+
+def frame_title(group: Group) -> str:
+    """The name of an open group as it is written on its frame."""
+    return (group.title or "model") + (f"  ×{group.times}" if group.times > 1 else "")
+
+
+def pill_width(op: Operation | None) -> float:
+    """How wide an operation is."""
+    return 0.0 if op is None else width_of(pill_text(op), 12) + 22
+
+
+def pill_text(op: Operation) -> str:
+    """What is written on an operation."""
+    return ("◆ " if op.is_meeting else "") + shorten(op.name, ROOM, 12)
+
+
+def elements_of(folding: Folding, group: Group) -> list[str]:
+    """What is drawn in a group itself, if it is open."""
+    made = [box for key in group.operations for box in folding.scene.operations[key].makes]
+    return [*group.boxes, *group.operations, *made]
+
+
+def tensor_cell(box: Box, stem: str, room: float) -> Cell:
+    """A tensor: its name within the group it is seen in, shape, and what acts there; `room` is for its arrows."""
+    name = box.name[len(stem) + 1 :] if stem and box.name.startswith(f"{stem}.") else box.name
+    texts = []
+    if name:
+        texts.append(Text(shorten(name, ROOM, bold=True), "bold", 13, 17))
+    texts.append(Text(by(box.shape), "small" + (" faint" if name else ""), 11.5, 15))
+    for how, site in box.sites[:3]:
+        mark = "✎" if how == "edited" else "◉"
+        texts.append(Text(f"{mark} {shorten(site, ROOM, 10.5)}", "tiny blue", 10.5, 14))
+    if box.is_cut:
+        texts.append(Text("✂ cut", "tiny bold", 10.5, 14))
+    return _boxed(texts, max(52, room))
+
+
+def group_cell(folding: Folding, group: Group, given_on: Sequence[Box], room: float) -> Cell:
+    """A folded group; `given_on` are the tensors that leave it."""
+    scene = folding.scene
+    texts = [Text(shorten(frame_title(group), ROOM + 30, bold=True), "bold", 13, 17)]
+    if group.kind:
+        texts.append(Text(shorten(group.kind, ROOM + 30, 11.5), "small", 11.5, 15))
+    inside = {element for each in group.everything() for element in elements_of(folding, each)}
+    shapes = list(dict.fromkeys(by(box.shape) for box in given_on))
+    taken = [scene.boxes[a.source] for a in scene.arrows_into(inside) if a.source not in inside]
+    given = list(dict.fromkeys(by(box.shape) for box in taken if box.role != "parameter"))
+    if shapes:
+        texts.append(Text(" → ".join([*given[:1], shapes[-1]]), "small faint", 11.5, 15))
+    parameters = [scene.boxes[key] for each in group.everything() for key in each.boxes]
+    if parameters:
+        total = math.sqrt(sum(norm**2 for box in parameters for norm in box.norms))
+        count = parameters_in(folding, group)
+        stored = f" · grad {number(total)}" if any(box.norms for box in parameters) else ""
+        texts.append(Text(f"{count} parameter{'s' if count != 1 else ''}{stored}", "tiny faint", 10.5, 14))
+    sites = [mark for key in inside if key in scene.boxes for mark in scene.boxes[key].sites]
+    meets = any(scene.operations[key].is_meeting for key in inside if key in scene.operations)
+    if sites or meets:
+        text = [f"{len(sites)} site{'s' if len(sites) != 1 else ''}"] if sites else []
+        texts.append(Text(" ".join((["◆"] if meets else []) + (["◉", *text] if sites else [])), "tiny blue", 10.5, 14))
+    return _boxed(texts, max(90, room))
+
+
+def parameters_in(folding: Folding, group: Group, times: int = 1) -> int:
+    """How many parameters a group has, each block of those drawn once counted."""
+    times *= group.times
+    return times * len(group.boxes) + sum(parameters_in(folding, child, times) for child in group.children)
+
+
+def _boxed(texts: list[Text], least: float) -> Cell:
+    wide = max(width_of(t.text, t.size, bold="bold" in t.kind) for t in texts) + 22
+    return Cell(tuple(texts), max(wide, least), sum(t.tall for t in texts) + 11)
