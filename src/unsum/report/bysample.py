@@ -16,7 +16,7 @@ from unsum.reducers import Norms, Project, TokenNorms
 from unsum.report.collect import differentiate, trainable
 from unsum.report.data import BySample, Similarity
 from unsum.report.flags import outliers
-from unsum.samples import Samples
+from unsum.samples import Ids, Samples, read
 from unsum.sites import Names
 
 COMPARED = 256  # samples: more make no readable matrix
@@ -51,7 +51,7 @@ def by_sample(
 def _run(
     model: nn.Module, loss_fn: LossFunction, batch: Any, samples: Samples | Tensor | None, exact: bool, interacting: Any
 ) -> Gradients:
-    reducers: list[Any] = [Norms(), TokenNorms()]
+    reducers: list[Any] = [Norms(), TokenNorms(_longest(read(samples)))]
     if not exact:
         reducers.append(Project(k=PROJECTED, seed=0))
     block = gradients(model, *reducers, samples=samples, interacting=interacting, keep=exact, grad=False)
@@ -59,6 +59,14 @@ def _run(
         losses = losses_by_sample(loss_fn, model, batch)
         differentiate(losses.sum(), trainable(Names(model)))
     return g
+
+
+def _longest(samples: Samples) -> int | None:
+    """Of documents in rows: the positions of the longest, which the input's shape does not tell."""
+    if not isinstance(samples, Ids) or (samples.given.dim() == 1 and not samples.flat):
+        return None
+    own = samples.given[samples.given >= 0]
+    return int(own.bincount().max()) if len(own) else None
 
 
 def _tokens(reducer: TokenNorms) -> tuple[Tensor | None, list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from unsum.check import LossFunction, losses_by_sample
 from unsum.errors import SamplesError
 from unsum.nested import leaves
 from unsum.report.data import Layer, Statistics
-from unsum.report.measure import Measuring, Stats, measure
+from unsum.report.measure import Measuring, Stats, norm
 from unsum.sites import Names, parse, site_name
 
 
@@ -23,7 +24,7 @@ def statistics(model: nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[Sta
     names = Names(model)
     measuring = Measuring(tensor for _, tensor in leaves(batch))
     missing: dict[str, str] = {}
-    found: dict[str, Stats] = {}
+    found: dict[str, float] = {}
     everything = (_any, "output"), (_any, "grad_output"), (_leaf, "input")
     with capture(model, *everything, reduce=measuring, missing="ignore") as got:
         losses = losses_by_sample(loss_fn, model, batch)
@@ -32,7 +33,7 @@ def statistics(model: nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[Sta
         try:
             wanted = trainable(names)
             brought = differentiate(losses.sum(), wanted)
-            found = {name: measure(g, units=False) for name, g in brought.items()}
+            found = {name: norm(g) for name, g in brought.items()}
         except Exception as error:
             missing["gradients"] = in_words(error)
     return _ordered(names, got, losses.detach(), found, measuring.elements, missing), losses
@@ -78,7 +79,7 @@ def _leaf(name: str, module: nn.Module) -> bool:
 
 
 def _ordered(
-    names: Names, got: Captured, losses: Tensor, gradients: dict[str, Stats], elements: int, missing: dict[str, str]
+    names: Names, got: Captured, losses: Tensor, gradients: dict[str, float], elements: int, missing: dict[str, str]
 ) -> Statistics:
     sites = list(_sites(got))
     back = {name: stats for kind, name, _, stats in sites if kind == "grad_output"}
@@ -104,19 +105,15 @@ def _sites(got: Captured) -> Iterator[tuple[str, str, str, Stats]]:
         yield site.kind, row, module, stats
 
 
-def _norms(names: Names, gradients: Mapping[str, Stats]) -> dict[str, tuple[float, float | None]]:
+def _norms(names: Names, gradients: Mapping[str, float]) -> dict[str, tuple[float, float | None]]:
     """Of the parameters that a module holds itself: the norm of their values, and of their gradients."""
     found: dict[str, tuple[float, float | None]] = {}
-    of = {id(names.parameters[name]): stats for name, stats in gradients.items()}  # tied ones have several names
+    of = {id(names.parameters[name]): length for name, length in gradients.items()}  # tied ones have several names
     for name, parameter in names.parameters.items():
         owner = names.owners[name]
         weight, grad = found.get(owner, (0.0, None))
-        weight = (weight**2 + float(parameter.detach().float().norm()) ** 2) ** 0.5
+        weight = math.hypot(weight, norm(parameter))
         if id(parameter) in of:
-            grad = ((grad or 0.0) ** 2 + _norm(of[id(parameter)]) ** 2) ** 0.5
+            grad = math.hypot(grad or 0.0, of[id(parameter)])
         found[owner] = weight, grad
     return found
-
-
-def _norm(stats: Stats) -> float:
-    return stats.norm if stats.is_finite else float("nan")

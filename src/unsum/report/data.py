@@ -43,7 +43,7 @@ class Statistics:
     layers: list[Layer]
     inputs: dict[str, Stats]  # of modules without modules in them, by name
     backwards: list[tuple[str, Stats]]  # what came back, in the order in which it came
-    parameters: dict[str, Stats]  # their gradients
+    parameters: dict[str, float]  # the norms of their gradients; NaN where one is not finite
     elements: int  # of all that flowed
     missing: dict[str, str] = field(default_factory=dict)
 

@@ -73,9 +73,9 @@ def _not_finite(found: Statistics, model: nn.Module, batch: Any) -> Iterator[Fla
         if not stats.is_finite:
             yield Flag("nan", f"{name}:grad_output", f"first place backward: {_how_many(stats)}")
             return
-    for name, stats in found.parameters.items():
-        if not stats.is_finite:
-            yield Flag("nan", f"{name}:grad", f"first in the gradient of this parameter: {_how_many(stats)}")
+    for name, norm in found.parameters.items():
+        if math.isnan(norm):
+            yield Flag("nan", f"{name}:grad", "first in the gradient of this parameter")
             return
 
 

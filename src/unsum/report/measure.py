@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from torch import Tensor
 
 NAN = float("nan")
 BINS = 24
+DRAWN = 65_536  # values that a histogram counts: of a larger tensor, so many evenly over it
 LISTED = 64  # dead units are counted all and named up to here
 
 
@@ -46,8 +48,8 @@ class Stats:
         return not self.nan and not self.inf
 
 
-def measure(tensor: Tensor, *, units: bool = True) -> Stats:
-    """The statistics of a tensor of any kind. `units`: also which units are zero throughout.
+def measure(tensor: Tensor) -> Stats:
+    """The statistics of a tensor of any kind.
 
     Examples:
         >>> measure(torch.tensor([[0.0, 1.0], [0.0, 3.0]])).idle["last"].named
@@ -78,13 +80,15 @@ def measure(tensor: Tensor, *, units: bool = True) -> Stats:
     zeros = int((flat == 0).sum())
     return Stats(
         shape, float(mean), float(std), float(low), float(high), float(torch.linalg.vector_norm(flat)), zeros / total,
-        nan, inf, _histogram(flat, low, high), _idle(tensor) if units and zeros and tensor.dim() > 1 else {},
+        nan, inf, _histogram(flat, low, high), _idle(tensor) if zeros and tensor.dim() > 1 else {},
     )  # fmt: skip
 
 
 def _histogram(flat: Tensor, low: Tensor, high: Tensor) -> tuple[int, ...]:
     if bool(low == high):
         return (flat.numel(),)
+    if flat.numel() > DRAWN:
+        flat = flat[:: -(-flat.numel() // DRAWN)]
     width = high.double() - low.double()  # of float32's extremes the difference may be infinite
     place = ((flat.double() - low) * (BINS / width)).long().clamp_(0, BINS - 1)
     return tuple(torch.bincount(place, minlength=BINS).tolist())
@@ -99,6 +103,12 @@ def _idle(tensor: Tensor) -> dict[str, Idle]:
         if at:
             found[name] = Idle(len(still), len(at), tuple(at[:LISTED]), tensor.numel() // len(still))
     return found
+
+
+def norm(tensor: Tensor) -> float:
+    """The norm over all elements; NaN where one is not finite."""
+    value = float(torch.linalg.vector_norm(tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()))
+    return value if math.isfinite(value) else NAN
 
 
 class Measuring:

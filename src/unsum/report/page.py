@@ -13,6 +13,7 @@ from unsum.report.charts import bars, brief, plain
 from unsum.report.data import BySample, Flag, Report
 from unsum.report.embed import embedded
 from unsum.report.flags import RULES
+from unsum.report.measure import DRAWN
 from unsum.report.tables import LISTED, check_table, chip, coverage_table, layers_table, samples_table
 
 _TITLES = {
@@ -244,6 +245,7 @@ def _rules() -> str:
     items = "".join(f"<div><dt>{chip(kind)}</dt><dd>{escape(rule)}</dd></div>" for kind, rule in RULES.items())
     more = (
         "<p>Statistics are over finite values; the standard deviation is that of the whole tensor (no correction). The "
-        "losses were summed before the backward, so that a sample's gradient is that of its own loss.</p>"
+        "losses were summed before the backward, so that a sample's gradient is that of its own loss. A histogram "
+        f"counts {DRAWN:,} values at most, taken evenly.</p>"
     )
     return _section("rules", "What the flags mean", f'<dl class="rules">{items}</dl>{more}', is_open=False)
