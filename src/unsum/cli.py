@@ -11,6 +11,7 @@ from typing import Any
 
 import unsum
 from unsum.errors import UnsumError
+from unsum.report.make import data_of
 from unsum.target import everything, model_of, told
 
 CODES = """exit codes:
@@ -120,10 +121,8 @@ def _add_draw(commands: Any) -> None:
 
 
 def _draw(arguments: argparse.Namespace) -> None:
-    from unsum.report.make import data_of
-
     model, loss_fn, batch = everything(arguments.target)
-    picture = unsum.draw(loss_fn(model, batch).sum(), model=model, data=data_of(batch))  # type: ignore[attr-defined]
+    picture = unsum.draw(loss_fn(model, batch).sum(), model=model, data=data_of(batch))
     picture.save(arguments.output)
     _written(arguments, {"path": arguments.output}, arguments.output)
 

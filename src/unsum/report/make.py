@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from unsum.check import Checked, LossFunction
 from unsum.check import check as compare
+from unsum.draw import draw
 from unsum.errors import OptionError
 from unsum.graph.probe import state_set_aside
 from unsum.nested import format_path, leaves
@@ -112,8 +113,6 @@ def data_of(batch: Any) -> dict[str, Tensor]:
 
 
 def _drawn(loss: Tensor, model: nn.Module, batch: Any) -> str:
-    from unsum import draw  # type: ignore[attr-defined]
-
     return draw(loss, model=model, data=data_of(batch)).svg
 
 
