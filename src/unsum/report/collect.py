@@ -13,6 +13,7 @@ from unsum.capture import capture
 from unsum.captured import Captured
 from unsum.check import LossFunction, losses_by_sample
 from unsum.errors import SamplesError
+from unsum.graph.nodes import ordered
 from unsum.nested import leaves
 from unsum.report.data import Layer, Statistics
 from unsum.report.measure import Measuring, Stats, norm
@@ -44,14 +45,13 @@ def differentiate(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[
     (an optimiser that steps in the backward) is called; where torch refuses that, `.grad` is set aside meanwhile."""
     if not loss.requires_grad:
         raise SamplesError("the losses do not depend on any parameter that requires a gradient")
-    try:
-        given = list(parameters.values())
-        brought: Sequence[Tensor | None] = torch.autograd.grad(loss, given, retain_graph=True, allow_unused=True)
-    except RuntimeError as error:
-        if "checkpoint" not in str(error).lower():  # the reentrant kind knows `backward` alone
-            raise
+    brought: Sequence[Tensor | None]
+    if any(node.name() == "CheckpointFunctionBackward" for node in ordered([loss.grad_fn])):  # the reentrant kind
         loss.backward(retain_graph=True)
         brought = [p.grad for p in parameters.values()]
+    else:
+        given = list(parameters.values())
+        brought = torch.autograd.grad(loss, given, retain_graph=True, allow_unused=True)
     return {name: grad for name, grad in zip(parameters, brought, strict=True) if grad is not None}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from unsum.check import Checked, LossFunction
 from unsum.check import check as compare
-from unsum.draw import draw
+from unsum.draw.draw import draw
 from unsum.errors import OptionError
 from unsum.graph.probe import state_set_aside
 from unsum.nested import format_path, leaves
