@@ -70,8 +70,8 @@ def histogram(counts: Sequence[int], kind: str) -> str:
     )
 
 
-def bars(norms: Tensor, far: set[int], limit: float, ids: Sequence[int]) -> str:
-    """A bar for each sample. No text in it: it is stretched to the width of the page."""
+def bars(norms: Tensor, far: set[int], limit: float, ids: Sequence[int]) -> tuple[float, str]:
+    """How high it reaches, and a bar for each sample. No text in it: it is stretched to the width of the page."""
     values = norms.nan_to_num(0.0, 0.0, 0.0).tolist()
     top = max([*values, limit if math.isfinite(limit) else 0.0]) or 1.0
     width = 1000 / len(values)
@@ -85,7 +85,7 @@ def bars(norms: Tensor, far: set[int], limit: float, ids: Sequence[int]) -> str:
     if math.isfinite(limit):
         y = 100 - 100 * limit / top
         parts.append(f'<line class="limit" x1="0" x2="1000" y1="{y:.4g}" y2="{y:.4g}"/>')
-    return (
+    return top, (
         '<svg class="bars" viewBox="0 0 1000 100" preserveAspectRatio="none" role="img" '
         f'aria-label="Gradient norm of each of {len(ids)} samples; the table below has the numbers">{"".join(parts)}'
         "</svg>"

@@ -124,17 +124,15 @@ def _dead(found: Statistics) -> Iterator[Flag]:
     """Where units that are never active first show: at a layer's output, or, where a function of the user's own stands
     between two layers, at the input of the next."""
     first = False  # whether dimension 1 has the units
-    known: list[float] = []  # shares of dead units since the last layer that has parameters
+    known: list[float] = []  # shares of dead units that were told, since the last layer that has parameters
     for layer in found.layers:
         has_parameters = layer.weight_norm is not None
         before = found.inputs.get(layer.name)
         if before is not None and not before.is_data and has_parameters:
             idle = _units(before, first)
             if idle is not None and _is_new(idle, known):
-                known.append(idle.count / idle.units)
                 yield Flag("dead", f"{layer.name}:input", _named(idle))
-        if has_parameters and layer.is_leaf:
-            known = []
+            known = [] if idle is None else [idle.count / idle.units]  # which a norm layer passes on
         first = _channels_first(layer.kind, first)
         idle = _units(layer.activation, first)
         if idle is not None and not layer.activation.is_data and _is_new(idle, known):

@@ -27,6 +27,7 @@ from unsum.samples import Samples
 from unsum.sites import Names
 
 LONG = 20_000_000  # numbers in all samples' gradients, written out: above, the check is not run unasked
+SIZED = 20_000_000  # elements of all that flows: above, the picture does not show the sizes of gradients
 
 T = TypeVar("T")
 
@@ -103,7 +104,8 @@ def _seen(
         found, losses = statistics(model, loss_fn, batch)
         missing.update(found.missing)
         line.step("the picture")
-        return found, _part("picture", missing, lambda: _drawn(losses.sum(), model, batch)) or ""
+        sized = found.elements <= SIZED
+        return found, _part("picture", missing, lambda: _drawn(losses.sum(), model, batch, sized)) or ""
 
 
 def data_of(batch: Any) -> dict[str, Tensor]:
@@ -112,7 +114,11 @@ def data_of(batch: Any) -> dict[str, Tensor]:
     return {"batch" if single else f"batch{format_path(path)}": tensor for path, tensor in leaves(batch)}
 
 
-def _drawn(loss: Tensor, model: nn.Module, batch: Any) -> str:
+def _drawn(loss: Tensor, model: nn.Module, batch: Any, sized: bool) -> str:
+    """The picture, with the sizes of the gradients if these are not too many to be computed again."""
+    if sized:
+        with contextlib.suppress(OptionError):  # a checkpoint, say
+            return draw(loss, model=model, data=data_of(batch), flow=True).svg
     return draw(loss, model=model, data=data_of(batch)).svg
 
 

@@ -18,7 +18,7 @@
       at += cell.colSpan;
       if (at > column) {
         const text = cell.dataset.value ?? cell.textContent;
-        return kind === "number" ? (text === "" ? null : Number(text)) : Number.isNaN(Number(text)) ? text : Number(text);
+        return kind !== "text" ? (text === "" ? null : Number(text)) : Number.isNaN(Number(text)) ? text : Number(text);
       }
     }
     return null;
@@ -30,7 +30,7 @@
     const body = table.tBodies[0];
     const given = [...body.rows];
     heads.forEach((head, column) => head.querySelector("button").addEventListener("click", () => {
-      const first = head.dataset.kind === "number" && column > 0 ? "descending" : "ascending";
+      const first = head.dataset.kind !== "text" && column > 0 ? "descending" : "ascending";
       const second = first === "ascending" ? "descending" : "ascending";
       const now = head.getAttribute("aria-sort");
       const next = now === null ? first : now === first ? second : null;  // the third time: as it was
@@ -151,8 +151,13 @@
 
   const showTokens = () => {
     const { rows, norms, text } = data.tokens;
-    const largest = (row) => row.reduce((most, norm) => (Number(norm) > most && Number.isFinite(Number(norm)) ? Number(norm) : most), 0);
-    const over = norms.reduce((most, row) => Math.max(most, largest(row)), 0);
+    const extent = (values) => values.map(Number).filter(Number.isFinite).reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, 0]);
+    const together = $("token-scale").value === "all";
+    // Padding is zero by definition, and would take the colours' lower end.
+    const scales = norms.map((row, i) => extent(row.filter((norm, position) => norm !== 0 && (!text || position < text[i].length))));
+    const over = scales.reduce(([low, high], [l, h]) => [Math.min(low, l), Math.max(high, h)], [Infinity, 0]);
+    $("token-least").textContent = together ? brief(over[0]) : "least";
+    $("token-most").textContent = together ? brief(over[1]) : "most";
     const box = document.createDocumentFragment();
     rows.forEach((k, i) => {
       const line = make("div", "", { className: "line" });
@@ -162,13 +167,14 @@
       button.setAttribute("aria-label", `Pick sample ${samples.ids[k]}`);
       button.addEventListener("click", () => pick(k));
       const paragraph = make("p");
-      const scale = ($("token-scale").value === "all" ? over : largest(norms[i])) || 1;
+      const [low, high] = together ? over : scales[i];
+      const strength = (norm) => (high > low ? Math.max(0, norm - low) / (high - low) : norm > 0 ? 0.5 : 0);
       const shown = text ? text[i] : norms[i].map((_, position) => String(position));
       shown.forEach((word, position) => {
         const norm = Number(norms[i][position] ?? NaN);
         const token = make("span", word, { className: `token${text ? "" : " number"}` });
         if (position < norms[i].length) {
-          token.style.background = Number.isFinite(norm) ? `rgba(var(--coral-rgb), ${(0.72 * norm / scale).toFixed(3)})` : "var(--bad-back)";
+          token.style.background = Number.isFinite(norm) ? `rgba(var(--coral-rgb), ${(0.75 * strength(norm)).toFixed(3)})` : "var(--bad-back)";
           token.dataset.tip = `${text ? `“${word}”, ` : ""}position ${position}: ${brief(norm)}`;
         } else {
           token.classList.add("plain");

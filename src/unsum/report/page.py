@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from html import escape
 from importlib import resources
 
@@ -161,10 +162,10 @@ def _samples(made: Report) -> str:
         '<button type="button" id="after" aria-label="Next sample">→</button></div>'
         '<div id="picked" aria-live="polite"></div>'
     )
-    top = float(each.norms.nan_to_num(0.0, 0.0, 0.0).max())
-    drawn = bars(each.norms, set(each.outliers), each.limit, each.ids)
+    top, drawn = bars(each.norms, set(each.outliers), each.limit, each.ids)
+    dashed = f"; dashed: {brief(each.limit)}, above which a sample stands out" if math.isfinite(each.limit) else ""
     chart = (
-        f'<div class="chart"><span class="axis">{brief(top)}</span>{drawn}'
+        f'<div class="chart"><span class="axis">{brief(top)}{dashed}</span>{drawn}'
         f'<span class="axis">sample {each.ids[0]}</span><span class="axis end">{each.ids[-1]}</span></div>'
     )
     note = f"<p class=small>The {LISTED} largest of {len(each.ids):,}.</p>" if len(each.ids) > LISTED else ""
@@ -176,10 +177,9 @@ def _samples(made: Report) -> str:
 def _interacting(each: BySample) -> str:
     if each.interacting is None:
         return ""
-    return (
-        f'<p class="absent">{escape(each.interacting)}. What is shown is each sample\'s share: the derivative of the '
-        "part of the loss that enters at its own outputs.</p>"
-    )
+    why = escape(each.interacting.rstrip("."))
+    share = "the derivative of the part of the loss that enters at its own outputs"
+    return f'<p class="absent">{why}. What is shown is each sample\'s share: {share}.</p>'
 
 
 def _tokens(made: Report) -> str:
@@ -195,6 +195,7 @@ def _tokens(made: Report) -> str:
     body = (
         '<div class="tools"><label>Colours <select id="token-scale"><option value="all">over all samples</option>'
         '<option value="each">within each sample</option></select></label>'
+        '<span class="legend warm"><span id="token-least"></span><i></i><span id="token-most"></span></span>'
         '<output id="token-note"></output></div><div id="token-map"></div>'
     )
     return _section("tokens", "Tokens", body, lead=lead)

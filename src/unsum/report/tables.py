@@ -24,7 +24,8 @@ def layers_table(layers: Sequence[Layer], root: str) -> str:
         '<th colspan="2" scope="colgroup" class="parameter">Parameters</th></tr>'
     )
     heads = _head("layer", "text") + _head("flags", "text")
-    heads += "".join(_head(name, "number") for name in (*_GROUP, *_GROUP, "norm", "gradient"))
+    names = (*_GROUP, *_GROUP, "norm", "gradient")
+    heads += "".join(_head(name, "range" if name == "range" else "number") for name in names)
     rows = "".join(_layer(k, layer, root) for k, layer in enumerate(layers))
     return (
         '<table class="sortable" id="layer-table"><caption class="unseen">Statistics of each layer, in the order of '
