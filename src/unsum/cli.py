@@ -32,7 +32,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="unsum", description="What flows through a PyTorch network.")
     parser.add_argument("--version", action="version", version=f"unsum {unsum.__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    demo = commands.add_parser("demo", help="see what it does, in a few seconds")
+    demo = commands.add_parser(
+        "demo",
+        help="see what it is for, in less than two minutes",
+        description="Train a small transformer on sentences, some of them wrong; find them, ask why, edit a thought.",
+        epilog="example: unsum demo --out demo; a report and a picture are written there",
+    )
+    demo.add_argument("--out", default="demo", metavar="DIR", help="where report.html and graph.svg go (default: demo)")
+    demo.add_argument("--json", action="store_true", help="print the figures as JSON, and nothing else")
+    demo.add_argument("--seeds", action="store_true", help="the programs of the articles on hooks instead, in a second")
     demo.set_defaults(run=_demo)
     sites = commands.add_parser(
         "sites",
@@ -57,9 +65,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(arguments: argparse.Namespace) -> None:
-    from unsum import demo
+    from unsum.demo import seeds, story
 
-    demo.main()
+    if arguments.seeds:
+        seeds.main()
+        return
+    figures = story.main(arguments.out, quiet=arguments.json)
+    if arguments.json:
+        print(json.dumps(figures))
 
 
 def _sites(arguments: argparse.Namespace) -> None:
