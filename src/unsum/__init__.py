@@ -14,6 +14,7 @@ from unsum.edit import edit
 from unsum.gradients import gradients, mark_samples
 from unsum.mark import mark
 from unsum.reducers import Kronecker, Norms, Project, SecondMoment, TokenNorms, WeightedSum
+from unsum.report import Report, report
 from unsum.samples import dim, packed
 from unsum.sites import sites
 from unsum.verbs import add, clip, clip_norm, noise, remove, replace, reverse, scale, steer, zero
@@ -28,6 +29,7 @@ __all__ = [
     "Kronecker",
     "Norms",
     "Project",
+    "Report",
     "SecondMoment",
     "TokenNorms",
     "WeightedSum",
@@ -46,6 +48,7 @@ __all__ = [
     "packed",
     "remove",
     "replace",
+    "report",
     "reverse",
     "scale",
     "sites",
