@@ -51,10 +51,10 @@ class Page:
         )
 
     def _word(self, word: str, weight: float, share: float) -> str:
+        if not self._colour:
+            return f"{word}[{weight:.2g}]" if abs(share) >= 0.25 else word
         if abs(share) < 0.1:
             return word
-        if not self._colour:
-            return f"{word}[{weight:.2f}]"
         shade = (_WARM if share > 0 else _COOL)[min(3, int(abs(share) * 4))]
         return f"\x1b[30;48;5;{shade}m{word}\x1b[0m"
 

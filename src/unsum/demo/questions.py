@@ -32,8 +32,21 @@ class Asked:
         """Whether the model knows."""
         return self.answer == self.fact.what
 
+    @property
+    def name(self) -> int:
+        """The position at which the person's name is read; the start is at 0."""
+        return self.words.index(self.fact.who) + 1
+
     def __str__(self) -> str:
         return " ".join(self.words)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A position in a question that is read, (1, t)."""
+
+    read: Tensor
+    position: int
 
 
 def ask_all(model: Transformer, corpus: Corpus) -> list[Asked]:
@@ -57,7 +70,7 @@ def _asked(corpus: Corpus, sentence: Sentence, chances: Tensor) -> Asked:
 def gradient_norms(model: Transformer, batch: Batch) -> unsum.Norms:
     """How hard each sentence pulls on the weights."""
     with unsum.gradients(model, unsum.Norms(), grad=False) as g:
-        for part in progress(parts(batch), "gradients of 2,000 sentences"):
+        for part in progress(parts(batch), "gradients"):
             losses(model, part).sum().backward()
     return g[unsum.Norms]
 
@@ -72,7 +85,7 @@ def gradient_of(model: Transformer, question: Batch) -> Gradients:
 def likeness(model: Transformer, batch: Batch, asked: Gradients) -> Tensor:
     """(n,): the cosine of each sentence's gradient and the answer's. Exact; no gradient is ever multiplied out."""
     found = []
-    for part in progress(parts(batch), "comparing 2,000 gradients"):
+    for part in progress(parts(batch), "comparing"):
         with unsum.gradients(model, grad=False) as g:
             losses(model, part).sum().backward()
         found.append(g.dot(asked)[:, 0] / g.norms() / asked.norms())
@@ -87,14 +100,13 @@ def by_word(model: Transformer, sentence: Batch) -> Gradients:
     return g
 
 
-def transplant(model: Transformer, site: str, here: tuple[Tensor, int], there: tuple[Tensor, int]) -> Tensor:
+def transplant(model: Transformer, site: str, here: Place, there: Place) -> Tensor:
     """(words,): chances of the next word, when at one position of one run flows what flowed in another run."""
-    (question, position), (other, its_position) = here, there
     with torch.no_grad(), unsum.capture(model, site) as got:
-        model(other)
-    moved = unsum.replace(got[site][:, [its_position]]).at(positions=position)
+        model(there.read)
+    moved = unsum.replace(got[site][:, [there.position]]).at(positions=here.position)
     with torch.no_grad(), unsum.edit(model, {site: moved}):
-        return model(question)[0, -1].softmax(-1)
+        return model(here.read)[0, -1].softmax(-1)
 
 
 def as_batch(corpus: Corpus, words: Sequence[str], *, only_last: bool = False) -> Batch:

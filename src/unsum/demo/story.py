@@ -16,6 +16,7 @@ from unsum.demo.model import Transformer
 from unsum.demo.page import Page
 from unsum.demo.questions import (
     Asked,
+    Place,
     as_batch,
     ask_all,
     by_word,
@@ -24,7 +25,7 @@ from unsum.demo.questions import (
     likeness,
     transplant,
 )
-from unsum.demo.train import encode, parts, train, word_losses
+from unsum.demo.train import EPOCHS, encode, parts, train, word_losses
 
 Figures = dict[str, Any]
 Doubt = tuple[Asked, list[Asked]]  # a wrong answer, and the same question in words in which the answer is right
@@ -65,7 +66,7 @@ def _train(page: Page, corpus: Corpus, seed: int, figures: Figures) -> tuple[Tra
     figures |= {"questions": len(answers), "right": len(answers) - len(wrong)}
     weights = sum(parameter.numel() for parameter in model.parameters())
     page.say(
-        f"A transformer of {weights:,} weights has read them 20 times. "
+        f"A transformer of {weights:,} weights has read them {EPOCHS} times. "
         f"It now answers {figures['right']} of {figures['questions']} questions right."
     )
     known = [(asked, [other for other in answers if other.fact == asked.fact and other.is_right]) for asked in wrong]
@@ -157,8 +158,9 @@ def _why(page: Page, corpus: Corpus, model: Transformer, asked: Asked, figures: 
     ranks = sorted(order.index(index) + 1 for index in guilty)
     figures |= {"question": str(asked), "answer": asked.answer, "truth": asked.fact.what, "ranks": ranks}
     figures["cosines"] = [alike[order[rank - 1]].item() for rank in ranks]
+    which = "sentence" if len(ranks) == 1 else "sentences"
     page.line(
-        f"\n  Rank of the planted sentences among {len(order):,}: {', '.join(map(str, ranks)) or 'there is none'}."
+        f"\nRank of the planted {which} among {len(order):,}: {', '.join(map(str, ranks)) or 'none was planted'}."
     )
 
 
@@ -170,33 +172,28 @@ def _what_if(
     page.line()
     page.code(transplant)
     tried = [
-        (site, place, other, _chances(corpus, model, site, asked, other, place))
+        (_chances(corpus, model, site, asked, other, place), site, place, other)
         for other in others
         for site in ("blocks.0.attn:output", "blocks.0:output", "blocks.1.attn:output")
         for place in ("name", "last word")
     ]
     right, wrong = (corpus.vocabulary.index(word) for word in (asked.fact.what, asked.answer))
-    site, place, other, chances = max(tried, key=lambda one: one[3][right].item())
-    answer = corpus.vocabulary[int(chances.argmax())]
-    page.line(f"    {'':<44}{asked.answer:>12}{asked.fact.what:>12}")
-    page.line(f"    {str(asked) + ' …':<44}{asked.sure:>12.0%}{asked.truth:>12.0%}")
-    edited = f"with {site} of “{other}”, {place}"
-    page.line(f"    {edited}\n    {'':<44}{chances[wrong]:>12.0%}{chances[right]:>12.0%}")
-    page.line(f"\n  The best of {len(tried)} places tried. It answers now: {answer}.")
-    figures["edit"] = {
-        "site": site,
-        "place": place,
-        "from": str(other),
-        "answer": answer,
-        "before": asked.truth,
-        "after": chances[right].item(),
-    }
+    chances, site, place, other = max(tried, key=lambda one: one[0][right].item())
+    answer, after = corpus.vocabulary[int(chances.argmax())], chances[right].item()
+    page.line(f"    {asked} …")
+    page.line(f"    {'as it is':<12}{asked.answer} {asked.sure:.0%}, {asked.fact.what} {asked.truth:.0%}")
+    page.line(f"    {'edited':<12}{asked.answer} {chances[wrong]:.0%}, {asked.fact.what} {after:.0%}\n")
+    page.say(
+        f"It now answers: {answer}. Edited was {site} at the {place}, taken from “{other}”: the best of {len(tried)}."
+    )
+    figures["edit"] = {"site": site, "place": place, "from": str(other), "answer": answer}
+    figures["edit"] |= {"before": asked.truth, "after": after}
 
 
 def _chances(corpus: Corpus, model: Transformer, site: str, asked: Asked, other: Asked, place: str) -> Tensor:
     """The chances of the next word with the other run's activation at its name, or at its last word."""
     here, there = (
-        (encode(corpus, [(*run.words, run.answer)])[0], run.words.index(run.fact.who) + 1 if place == "name" else -1)
+        Place(as_batch(corpus, (*run.words, run.answer))[0], len(run.words) if place == "last word" else run.name)
         for run in (asked, other)
     )
-    return transplant(model, site, (here[0], here[1] % here[0].shape[1]), (there[0], there[1] % there[0].shape[1]))
+    return transplant(model, site, here, there)

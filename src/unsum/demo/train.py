@@ -10,6 +10,7 @@ from unsum.demo.corpus import PAD, START, Corpus
 from unsum.demo.model import Transformer
 from unsum.progress import progress
 
+EPOCHS = 20
 Batch = tuple[Tensor, Tensor]
 _PAD = 0  # its place in the vocabulary; as a target: no word is asked for here
 
@@ -46,7 +47,7 @@ def parts(batch: Batch, size: int = 100) -> list[Batch]:
     return list(zip(*(tensor.split(size) for tensor in batch), strict=True))
 
 
-def train(corpus: Corpus, *, seed: int = 0, epochs: int = 20, size: int = 40, rate: float = 4e-3) -> Transformer:
+def train(corpus: Corpus, *, seed: int = 0, epochs: int = EPOCHS, size: int = 40, rate: float = 4e-3) -> Transformer:
     """A transformer that has read the corpus `epochs` times. The strong weight decay keeps it from learning single
     sentences by heart before it has learnt what many of them say."""
     read, guess = encode(corpus)
