@@ -9,8 +9,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 import unsum
-from unsum.errors import UnsumError
+from unsum.errors import OptionError, UnsumError
+from unsum.report.charts import plain
 from unsum.report.make import data_of
 from unsum.target import everything, model_of, told
 
@@ -90,7 +93,7 @@ def _add_sites(commands: Any) -> None:
 
 def _sites(arguments: argparse.Namespace) -> None:
     found = unsum.sites(model_of(arguments.target), *arguments.pattern)
-    print(json.dumps(list(found)) if arguments.json else found)
+    print(_json(list(found)) if arguments.json else found)
 
 
 # ---- check -----------------------------------------------------------------------------------------------------------
@@ -103,11 +106,8 @@ def _add_check(commands: Any) -> None:
 
 def _check(arguments: argparse.Namespace) -> int:
     found = unsum.check(*everything(arguments.target))
-    if arguments.json:
-        rows = {row.name: row.error for row in found.rows}
-        print(json.dumps({"ok": found.ok, "interacting": found.interacting, "errors": rows}))
-    else:
-        print(found)
+    errors = {row.name: row.error for row in found.rows}
+    _written(arguments, {"ok": found.ok, "interacting": found.interacting, "errors": errors}, str(found))
     return 0 if found.ok else 3
 
 
@@ -118,11 +118,18 @@ def _add_draw(commands: Any) -> None:
     about = "draw the autograd graph of the losses: which gradients are stored, which flow and are thrown away"
     parser = _command(commands, "draw", about, "unsum draw train.py:setup -o graph.svg", _draw, TARGET)
     parser.add_argument("-o", "--output", default="graph.svg", metavar="FILE", help=".svg or .html (%(default)s)")
+    parser.add_argument("--backward", action="store_true", help="after a backward, with the sizes of what has flowed")
 
 
 def _draw(arguments: argparse.Namespace) -> None:
     model, loss_fn, batch = everything(arguments.target)
-    picture = unsum.draw(loss_fn(model, batch).sum(), model=model, data=data_of(batch))
+    losses = loss_fn(model, batch)
+    if not isinstance(losses, Tensor):
+        raise OptionError(f"{arguments.target}: loss_fn(model, batch) returned {type(losses).__name__}, not a tensor")
+    loss = losses.sum()
+    if arguments.backward:
+        loss.backward(retain_graph=True)
+    picture = unsum.draw(loss, model=model, data=data_of(batch))
     picture.save(arguments.output)
     _written(arguments, {"path": arguments.output}, arguments.output)
 
@@ -157,14 +164,30 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _add_demo(commands: Any) -> None:
-    _command(commands, "demo", "see what it is for, in one command", "unsum demo", _demo, None)
+    about = "train a small transformer on sentences, some of them wrong; find them, ask why, edit a thought"
+    example = "unsum demo --out demo; a report and a picture are written there"
+    parser = _command(commands, "demo", about, example, _demo, None)
+    parser.add_argument("--out", default="demo", metavar="DIR", help="where report.html and graph.svg go (%(default)s)")
+    parser.add_argument(
+        "--seeds", action="store_true", help="the programs of the articles on hooks instead, in a second"
+    )
 
 
 def _demo(arguments: argparse.Namespace) -> None:
-    from unsum import demo
+    from unsum.demo import seeds, story
 
-    demo.main()
+    if arguments.seeds:
+        return seeds.main()
+    figures = story.main(arguments.out, quiet=arguments.json)
+    if arguments.json:
+        print(_json(figures))
+    return None
 
 
 def _written(arguments: argparse.Namespace, summary: dict[str, Any], text: str) -> None:
-    print(json.dumps(summary) if arguments.json else text)
+    print(_json(summary) if arguments.json else text)
+
+
+def _json(value: Any) -> str:
+    """One line; numbers that are not finite are the strings "NaN", "Infinity", "-Infinity"."""
+    return json.dumps(plain(value, 9), allow_nan=False)
