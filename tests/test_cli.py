@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -143,3 +144,11 @@ def test_as_a_program_of_its_own(target, tmp_path):
     done = run("check", "net:mixed", "--json")
     assert done.returncode == 3 and json.loads(done.stdout)["ok"] is False
     assert all(command in run("--help").stdout for command in (*COMMANDS, "exit codes"))
+
+
+def test_the_commands_of_the_page_are_understood():
+    page = (Path(__file__).parent.parent / "docs" / "cli.md").read_text()
+    lines = [line for block in re.findall(r"```sh\n(.*?)```", page, re.S) for line in block.splitlines()]
+    assert {shlex.split(line)[1] for line in lines} == set(COMMANDS)
+    for line in lines:
+        cli._parser().parse_args(shlex.split(line, comments=True)[1:])
