@@ -97,8 +97,9 @@ def test_norms_and_similarity_are_those_of_each_sample_alone(tmp_path):
     cosines = F.normalize(flat) @ F.normalize(flat).T
     torch.testing.assert_close(torch.tensor(told["similarity"]["cosines"]).double(), cosines, rtol=0, atol=2e-4)
     torch.testing.assert_close(torch.tensor(told["losses"]), squares(model, given).detach(), rtol=1e-4, atol=0)
-    for k, parts in enumerate(told["samples"]["parts"]):
-        index, norm = parts[0]
+    assert len(told["samples"]["parts"]) == 12
+    for k in range(12):
+        index, norm = told["samples"]["parts"][str(k)][0]
         assert norm == pytest.approx(max(float(g[k].norm()) for g in truth.values()), rel=1e-4)
         assert norm == pytest.approx(float(truth[told["samples"]["parameters"][index]][k].norm()), rel=1e-4)
     assert made.check.ok and made.norms.shape == (12,)
@@ -489,6 +490,16 @@ def test_several_calls_of_a_module_and_nested_outputs(tmp_path):
     torch.manual_seed(0)
     made = unsum.report(Twice(), squares, batch(), tmp_path / "r.html")
     assert [layer.name for layer in made.layers] == ["fc@0", "fc@1", "rnn[0]", "rnn[1][0]", "rnn[1][1]", ""]
+
+
+def test_very_many_samples_do_not_make_a_very_large_page(tmp_path):
+    torch.manual_seed(0)
+    x, y = torch.randn(20_000, 6), torch.randn(20_000, 2)
+    x[12_345] *= 50
+    made = unsum.report(nn.Linear(6, 2), squares, (x, y), tmp_path / "r.html", check=False)
+    page = (tmp_path / "r.html").read_text()
+    assert len(page) < 2_500_000 and made.outliers[0] == 12_345 and "largest of 20,000" in page
+    assert page.count("<rect data-sample") == 2_000 and '<rect data-sample="12345"' in page
 
 
 def test_the_progress_line(tmp_path, capsys, monkeypatch):

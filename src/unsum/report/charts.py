@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+BARS = 2_000
+
 
 def brief(value: float | None) -> str:
     """A number in few characters.
@@ -74,12 +76,14 @@ def bars(norms: Tensor, far: set[int], limit: float, ids: Sequence[int]) -> tupl
     """How high it reaches, and a bar for each sample. No text in it: it is stretched to the width of the page."""
     values = norms.nan_to_num(0.0, 0.0, 0.0).tolist()
     top = max([*values, limit if math.isfinite(limit) else 0.0]) or 1.0
-    width = 1000 / len(values)
+    step = -(-len(values) // BARS)  # of very many samples, a bar for the largest of some
+    shown = [max(range(k, min(k + step, len(values))), key=values.__getitem__) for k in range(0, len(values), step)]
+    width = 1000 / len(shown)
     parts = []
-    for k, value in enumerate(values):
-        height = max(0.6, 100 * value / top)
+    for place, k in enumerate(shown):
+        height = max(0.6, 100 * values[k] / top)
         parts.append(
-            f'<rect data-sample="{k}"{" class=far" if k in far else ""} x="{k * width:.5g}" y="{100 - height:.4g}" '
+            f'<rect data-sample="{k}"{" class=far" if k in far else ""} x="{place * width:.5g}" y="{100 - height:.4g}" '
             f'width="{max(width * 0.82, 0.4):.4g}" height="{height:.4g}"/>'
         )
     if math.isfinite(limit):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import Any
 
 from unsum.report.data import BySample, Layer, Report
 from unsum.report.measure import Stats
+from unsum.report.tables import LISTED
 
 TOKENS = 20_000  # that are coloured, over all samples
 PARTS = 5  # parameters named for each sample
@@ -48,8 +50,9 @@ def _stats(stats: Stats | None) -> dict[str, Any] | None:
 
 def _samples(each: BySample) -> dict[str, Any]:
     names = list(each.by_parameter)
-    parts: list[list[list[float]]] = [[] for _ in each.ids]
-    for k in range(len(each.ids)):
+    listed = each.norms.nan_to_num(math.inf).argsort(descending=True)[:LISTED].tolist()
+    parts: dict[int, list[list[float]]] = {}
+    for k in {*listed, *(each.similarity.rows if each.similarity else ())}:
         norms = [(float(each.by_parameter[name][k]), i) for i, name in enumerate(names)]
         parts[k] = [[i, norm] for norm, i in sorted(norms, reverse=True)[:PARTS]]
     return {

@@ -136,7 +136,8 @@
         box.append(list("Least alike", sorted.slice(-3).reverse().map(([k, cosine]) => [link(k), cosine.toFixed(2).replace("-", "−")])));
       }
     }
-    box.append(list("Largest parts of its gradient", samples.parts[picked].map(([i, norm]) => [make("code", samples.parameters[i]), brief(norm)])));
+    const parts = samples.parts[picked];
+    if (parts) box.append(list("Largest parts of its gradient", parts.map(([i, norm]) => [make("code", samples.parameters[i]), brief(norm)])));
   };
   if (samples) {
     samples.ids.forEach((id, k) => $("picker").append(make("option", `${id}${samples.outliers.includes(k) ? " (outlier)" : ""}`, { value: String(k) })));

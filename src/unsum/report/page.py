@@ -15,7 +15,7 @@ from unsum.report.data import BySample, Flag, Report
 from unsum.report.embed import embedded
 from unsum.report.flags import RULES
 from unsum.report.measure import DRAWN
-from unsum.report.tables import LISTED, check_table, chip, coverage_table, layers_table, samples_table
+from unsum.report.tables import LISTED, check_table, chip, coverage_table, layers_table, losses_table, samples_table
 
 _TITLES = {
     "nan": "Not finite",
@@ -155,7 +155,8 @@ def type_name(made: Report) -> str:
 def _samples(made: Report) -> str:
     each = made.samples
     if each is None:
-        return _section("samples", "Samples", _absent(made, "gradients by sample"))
+        losses = _scrolled(losses_table(made.losses.double().tolist()), "Loss of each sample")
+        return _section("samples", "Samples", _absent(made, "gradients by sample") + losses)
     picker = (
         '<div class="tools"><label>Sample <select id="picker"><option value="">none picked</option></select></label>'
         '<button type="button" id="before" aria-label="Previous sample">←</button>'

@@ -105,6 +105,17 @@ def samples_table(each: BySample, losses: Sequence[float]) -> str:
     )
 
 
+def losses_table(losses: Sequence[float]) -> str:
+    """The losses alone, the largest first: what is known of samples whose gradients are not."""
+    order = sorted(range(len(losses)), key=lambda k: -losses[k] if math.isfinite(losses[k]) else -math.inf)
+    rows = "".join(f'<tr><th scope="row" data-value="{k}">{k}</th>{_number(losses[k])}</tr>' for k in order[:LISTED])
+    heads = _head("sample", "number") + _head("loss", "number")
+    return (
+        '<table class="sortable" id="sample-table"><caption class="unseen">Loss of each sample</caption><thead><tr>'
+        f"{heads}</tr></thead><tbody>{rows}</tbody></table>"
+    )
+
+
 def coverage_table(rows: Sequence[Sequence[str]]) -> str:
     """Where each parameter met data."""
     heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in rows[0])
