@@ -45,6 +45,15 @@ def test_the_pictures_are_what_the_engine_does_today(monkeypatch):
     )
 
 
+def test_the_drawings_are_what_draw_makes_today(monkeypatch):
+    drawings = load(ROOT / "docs" / "drawings.py", monkeypatch)
+    assert drawings.draw() == {path.name: path.read_text() for path in (ROOT / "docs" / "drawings").iterdir()}, (
+        "python docs/drawings.py makes them again; look at them before they are committed"
+    )
+    page = (ROOT / "docs" / "draw.md").read_text()
+    assert all(f"](drawings/{name})" in page for name in drawings.draw())
+
+
 def test_the_pictures_show_the_network_of_the_page_and_can_be_read_aloud(monkeypatch):
     pictures = load(ROOT / "docs" / "pictures.py", monkeypatch)
     page = (ROOT / "docs" / "how.md").read_text()

@@ -75,9 +75,9 @@ def _event(svg: Svg, number: int, event: Any, middle: float, y: float, wide: flo
         data_site=event.site, data_shape=by(event.shape), data_direction="backward" if is_back else "forward",
         data_order=number, data_call=event.call,
     )  # fmt: skip
-    svg.rect(middle - wide / 2, y, wide, 30, f"box {'event-backward' if is_back else 'event-forward'}", 6)
+    svg.rect(middle - wide / 2, y, wide, 31, f"box {'event-backward' if is_back else 'event-forward'}", 6)
     svg.text(middle, y + 13, _kind(event.site), "middle tiny bold" + (" coral" if is_back else ""))
-    svg.text(middle, y + 25, by(event.shape), "middle tiny faint")
+    svg.text(middle, y + 26, by(event.shape), "middle tiny faint")
     svg.close()
 
 

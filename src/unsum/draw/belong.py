@@ -50,10 +50,14 @@ def belonging(
     seeded = [k for k, op in enumerate(in_time) if op.key in own]
     for before, after in pairwise(seeded):
         first, last = found[in_time[before].key] or "", found[in_time[after].key] or ""
-        for op in in_time[before + 1 : after]:
-            found[op.key] = _between(op, first, last, modules)
+        run = in_time[before + 1 : after]
+        found.update(zip([op.key for op in run], _between(run, first, last, modules), strict=True))
+    if seeded:
+        run = in_time[seeded[-1] + 1 :]
+        found.update(_after(run, found[in_time[seeded[-1]].key] or "", modules))
     _end_alike(in_time, seeded, found, modules)
     _weights_with_users(scene, weights, found)
+    _without_circles(scene, in_time, own, found)
     return found
 
 
@@ -66,7 +70,7 @@ def _weight_side(scene: Scene) -> set[str]:
     found: set[str] = set()
     for op in scene.operations.values():  # in the order of the forward
         given = sources.get(op.key, [])
-        if op.name.startswith("embedding") or not given:
+        if op.is_open or op.name.startswith("embedding") or not given:
             continue
         if all(scene.boxes[b].role == "parameter" or maker.get(b) in found for b in given):
             found.add(op.key)
@@ -87,22 +91,44 @@ def _only_calls(module: nn.Module | None) -> bool:
     return is_container(module) or (isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward)
 
 
-def _between(op: Operation, first: str, last: str, modules: Mapping[str, nn.Module]) -> str:
+def _between(run: Sequence[Operation], first: str, last: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    """The modules of operations that were recorded between two whose modules are known."""
     base = common([first, last])
-    module = modules.get(base)
-    if not _only_calls(module):
-        return base
-    rest = first[len(base) :].lstrip(".").split(".")
-    if rest == [""]:
-        return base
-    names = list(module._modules) if module is not None else []
-    ahead = last[len(base) :].lstrip(".").split(".")[0]
-    if rest[0] in names and ahead in names:
-        for name in names[names.index(rest[0]) + 1 : names.index(ahead)]:  # children without parameters
-            child = modules.get(f"{base}.{name}".lstrip("."))
-            if type(child).__name__.lower().startswith(op.name.replace("_", "")[:4]):
-                return f"{base}.{name}".lstrip(".")
-    return f"{base}.{rest[0]}".lstrip(".")
+    module, rest = modules.get(base), first[len(base) :].lstrip(".").partition(".")[0]
+    if not _only_calls(module) or not rest:
+        return [base] * len(run)
+    names, ahead = list(module._modules) if module is not None else [], last[len(base) :].lstrip(".").partition(".")[0]
+    own = names[names.index(rest) + 1 : names.index(ahead)] if rest in names and ahead in names else []
+    candidates = [f"{base}.{name}".lstrip(".") for name in own]  # children without parameters
+    current, found = f"{base}.{rest}".lstrip("."), []
+    for k, op in enumerate(run):
+        named = next((c for c in candidates if _is_alike(op, modules[c])), None)
+        if named is None and candidates and not any(_is_alike(later, modules[candidates[0]]) for later in run[k:]):
+            named = candidates[0]
+        if named is not None:
+            current, candidates = named, candidates[candidates.index(named) + 1 :]
+        found.append(current)
+    return found
+
+
+def _after(run: Sequence[Operation], last: str, modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Of operations after the last parameter, those of a `Sequential`'s last children, told by their names."""
+    found: dict[str, str] = {}
+    base, waiting = last, list(run)
+    while base:
+        base, _, own = base.rpartition(".")
+        module = modules.get(base)
+        names = list(module._modules) if isinstance(module, nn.Sequential) and _only_calls(module) else []
+        for name in names[names.index(own) + 1 :] if own in names else []:
+            path = f"{base}.{name}".lstrip(".")
+            if waiting and _is_alike(waiting[0], modules[path]):
+                found[waiting.pop(0).key] = path
+    return found
+
+
+def _is_alike(op: Operation, module: nn.Module) -> bool:
+    """Whether an operation is called as a module is: relu, ReLU."""
+    return type(module).__name__.lower().startswith(op.name.replace("_", "")[:4])
 
 
 def _end_alike(
@@ -110,7 +136,7 @@ def _end_alike(
 ) -> None:
     """The last of several blocks ends as the one before it: a residual sum belongs to its block there too."""
     tails: dict[str, dict[str, list[str]]] = {}  # container -> block -> what came after its last parameter
-    for before, after in zip(seeded, [*seeded[1:], len(in_time)], strict=True):
+    for before, after in pairwise([*seeded, len(in_time)]):
         parts = (found[in_time[before].key] or "").split(".")
         run = in_time[before + 1 : after]
         for depth in range(len(parts) - 1, -1, -1):
@@ -140,3 +166,33 @@ def _weights_with_users(scene: Scene, weights: set[str], found: dict[str, str | 
         if op.key in weights:
             paths = [found[user] for box in op.makes for user in users.get(box, ())]
             found[op.key] = common([p for p in paths if p is not None]) if paths and None not in paths else None
+
+
+def _without_circles(
+    scene: Scene, in_time: Sequence[Operation], own: Mapping[str, Sequence[str]], found: dict[str, str | None]
+) -> None:
+    """What leaves a module and comes back is not in it: put the operation at which it comes back one module higher."""
+    maker = {box: op.key for op in scene.operations.values() for box in op.makes}
+    given: dict[str, list[str]] = {}
+    for arrow in scene.arrows:
+        if arrow.source in maker:
+            given.setdefault(arrow.target, []).append(maker[arrow.source])
+    members: dict[str, list[int]] = {}
+    for k, op in enumerate(in_time):
+        path = found[op.key]
+        while path:
+            members.setdefault(path, []).append(k)
+            path = path.rpartition(".")[0]
+    for module in sorted(members, key=lambda name: -name.count(".")):
+        left: set[str] = set()  # outside of the module, after it
+        inside: set[str] = set()
+        for op in in_time[members[module][0] : members[module][-1] + 1]:
+            comes_back = any(source in left for source in given.get(op.key, ()))
+            if not f"{found[op.key] or ''}.".startswith(f"{module}."):
+                if comes_back or any(source in inside for source in given.get(op.key, ())):
+                    left.add(op.key)
+            elif comes_back and op.key not in own and found[op.key] == module:
+                found[op.key] = module.rpartition(".")[0]
+                left.add(op.key)
+            else:
+                inside.add(op.key)

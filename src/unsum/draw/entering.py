@@ -45,7 +45,10 @@ def raw_saved(node: Node) -> Iterator[Any]:
     """What a node has saved, not unpacked: to unpack may compute a checkpoint again, or use up its one reading."""
     for name in dir(node):
         if name.startswith("_raw_saved_"):
-            value = getattr(node, name)
+            try:
+                value = getattr(node, name)
+            except RuntimeError:  # of a custom function, freed
+                continue
             yield from value if isinstance(value, tuple | list) else (value,)
 
 
@@ -160,8 +163,14 @@ def _open_places(node: Node) -> Iterator[tuple[int, Callable[[Tensor], bool]]]:
         yield -1, lambda t: not t.is_floating_point() and t.numel() == rows
         return
     for slot, (child, _) in enumerate(node.next_functions):
-        if child is None:
+        if child is None and not _is_told(node, name, slot):
             yield slot, _fits(node, name, slot, shape, children)
+
+
+def _is_told(node: Node, name: str, slot: int) -> bool:
+    """Whether what is at this place was kept: then it has been looked at, and is nothing that has a name."""
+    kept = getattr(node, f"_raw_saved_{('self', 'other')[slot]}", None) if name in _BOTH and slot < 2 else None
+    return kept is not None and not is_hooked(kept) and getattr(kept, "data", None) is not None
 
 
 def _shape(child: Node, output: int) -> tuple[int, ...]:
@@ -174,6 +183,7 @@ _SIZES = {
     ("AddmmBackward0", 1): "_saved_mat1_sym_sizes",
     ("AddmmBackward0", 2): "_saved_mat2_sym_sizes",
 }
+_BOTH = ("MulBackward0", "DivBackward0")  # keep both arguments
 _ALIKE = ("Add", "Sub", "Mul", "Div", "Rsub", "Addcmul", "Where", "Lerp", "Maximum", "Minimum", "Pow")
 
 

@@ -39,6 +39,7 @@ class Folding:
 
     scene: Scene
     top: Group  # holds the model's group, and what is in no module
+    operations: int  # how many there are, each block of those drawn once counted
 
 
 def gather(
@@ -54,7 +55,7 @@ def gather(
         parent, own = top, name
         if name:
             above = name.rpartition(".")[0]
-            while is_container(modules.get(above)):
+            while above and is_container(modules.get(above)):
                 above = above.rpartition(".")[0]
             parent = group_of(above)
             own = name[len(above) :].lstrip(".")
@@ -64,7 +65,7 @@ def gather(
 
     for op in sorted(scene.operations.values(), key=lambda op: op.number):
         path = owned[op.key]
-        while path is not None and is_container(modules.get(path)):
+        while path and is_container(modules.get(path)):
             path = path.rpartition(".")[0]
         (top if path is None else group_of(path)).operations.append(op.key)
     inside = {key: group for group in top.everything() for key in group.operations}
@@ -76,7 +77,7 @@ def gather(
     for key, box in scene.boxes.items():
         if key not in made:
             _home(top, groups, box.role, users.get(key, [None])).boxes.append(key)
-    return _repeated(scene, top) if repeat else Folding(scene, top)
+    return _repeated(scene, top) if repeat else Folding(scene, top, len(scene.operations))
 
 
 def _home(top: Group, groups: Mapping[str, Group], role: str, users: Sequence[str | None]) -> Group:
@@ -97,6 +98,7 @@ Run = dict[str, tuple[int, str]]  # element -> which of the blocks it is in, and
 
 def _repeated(scene: Scene, top: Group) -> Folding:
     runs: list[Run] = []
+    count = len(scene.operations)
 
     def visit(group: Group) -> None:
         group.children.sort(key=lambda child: _first(child, scene))
@@ -121,7 +123,7 @@ def _repeated(scene: Scene, top: Group) -> Folding:
     visit(top)
     for run in runs:  # outer blocks before those inside them
         scene = _merged(scene, run)
-    return Folding(scene, top)
+    return Folding(scene, top, count)
 
 
 def _first(group: Group, scene: Scene) -> int:

@@ -32,6 +32,8 @@ const state = name => document.querySelector(`template[data-open="${{CSS.escape(
 function show(template, name) {{
   place.replaceChildren(template.content.cloneNode(true));
   place.dataset.shown = template.dataset.open;
+  const svg = place.querySelector("svg");
+  svg.style.minWidth = 0.75 * svg.width.baseVal.value + "px";  // on a phone: scroll rather than shrink to nothing
   const group = name === undefined ? null : place.querySelector(`[data-role=group][data-name="${{CSS.escape(name)}}"]`);
   if (group) {{ group.focus(); group.scrollIntoView({{ block: "nearest" }}); }}
 }}

@@ -31,7 +31,7 @@ def choose(folding: Folding) -> frozenset[str]:
     """The groups that are open if nobody asks: all of a small graph, else as deep as fits on a screen. Modules that
     hold no others are opened last, all or none."""
     groups = [group for child in folding.top.children for group in child.everything()]
-    if len(folding.scene.operations) <= _FEW:
+    if folding.operations <= _FEW:
         return frozenset(group.name for group in groups)
     level, opened = folding.top.children, frozenset(group.name for group in folding.top.children)
     while level := [child for group in level for child in group.children]:
@@ -65,7 +65,7 @@ def paint(folding: Folding, opened: frozenset[str], title: str) -> str:
     svg.open(transform=f"translate({_MARGIN:g} {_MARGIN:g})")
     for key, group in found.groups.items():
         if found.items[key].is_group:
-            _frame(svg, found, key, group)
+            _frame(svg, folding, found, key, group)
         elif group.times > 1:
             _cards(svg, found.items[key])
     for line in found.lines:
@@ -105,12 +105,12 @@ def _times(found: View, key: str) -> int | None:
     return found.times[key] if found.times.get(key, 1) > 1 else None
 
 
-def _frame(svg: Svg, found: View, key: str, group: Group) -> None:
+def _frame(svg: Svg, folding: Folding, found: View, key: str, group: Group) -> None:
     item = found.items[key]
     hover = f"{group.name or 'the model'}: {group.kind}" + (f", {group.times} times" if group.times > 1 else "")
     svg.open(
         hover, class_="frame", data_role="group", data_name=group.name, data_type=group.kind, data_folded="false",
-        data_times=_times(found, key),
+        data_times=_times(found, key), data_parameters=parameters_in(folding, group),
     )  # fmt: skip
     svg.rect(item.x, item.y, item.width, item.height, "group", 10)
     svg.close()

@@ -53,7 +53,7 @@ class Operation:
     makes: tuple[str, ...]  # boxes
     meets: tuple[str, ...] = ()  # parameters that meet data here
     is_meeting: bool = False
-    module: str | None = None  # None: not in the model
+    is_open: bool = False  # takes something that has no edge in the graph: data perhaps, or a number
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,7 @@ def build(nodes: Sequence[Node], facts: Facts) -> Scene:
         operations[f"o{k}"] = Operation(
             f"o{k}", operation_name(node), node.name(), node._sequence_nr(), tuple(f"t{k}.{o}" for o in made),
             tuple(facts.meetings.get(node, ())), node in facts.meetings,
+            any(child is None for child, _ in node.next_functions),
         )  # fmt: skip
     arrows = [arrow for node in reversed(nodes) for arrow in _arrows(node, number, passed, boxes, facts)]
     arrows += _entering(number, passed, boxes, nodes, facts)
@@ -152,7 +153,7 @@ def operation_name(node: Node) -> str:
         return "compiled"
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         return name
-    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])", "_", name).lower()
     return name.removeprefix("native_").replace("scaled_dot_product", "sdp").replace("_for_cpu", "")
 
 
