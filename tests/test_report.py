@@ -503,6 +503,16 @@ def test_very_many_samples_do_not_make_a_very_large_page(tmp_path):
     assert page.count("<rect data-sample") == 2_000 and '<rect data-sample="12345"' in page
 
 
+def test_twelve_layers_make_a_page_that_can_be_sent(tmp_path):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 256, activation="gelu", batch_first=True)
+    model = nn.Sequential(nn.Embedding(500, 64), nn.TransformerEncoder(layer, 12), nn.Linear(64, 500))
+    ids = torch.randint(500, (8, 33))
+    made = unsum.report(model, next_token, ids, tmp_path / "r.html", text=str)
+    assert made.flags == [] and made.missing == {} and made.check.ok
+    assert "×12" in made.picture and (tmp_path / "r.html").stat().st_size < 5_000_000
+
+
 def test_the_progress_line(tmp_path, capsys, monkeypatch):
     unsum.report(net(), squares, batch(), tmp_path / "r.html")
     assert capsys.readouterr().err == ""
