@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import unsum
 from unsum.errors import OptionError, SamplesError
+from unsum.report.flags import outliers
 
 
 def squares(model, batch):
@@ -268,6 +269,22 @@ def test_samples_that_stand_out(tmp_path):
     norms = made.norms
     spread = (norms - norms.median()).abs().median() * 1.4826
     assert made.samples.limit == pytest.approx(float(norms.median() + 5 * spread))
+
+
+@pytest.mark.parametrize(
+    ("norms", "far"),
+    [
+        ([1.0, 1.02, 0.98, 1.01, 1.2], []),  # no spread to speak of: a fifth more is nothing
+        ([1.0, 1.02, 0.98, 1.01, 1.3], [4]),
+        ([1.0, 1.0, 1.0, 9.0], []),  # too few to say what is usual
+        ([1.0, 2.0, 3.0, 4.0, 5.0, 9.0], []),
+        ([1.0, 2.0, 3.0, 4.0, 5.0, 40.0, 30.0], [5, 6]),
+        ([1.0, float("nan"), 1.0, 1.0, 1.0, 1.0], [1]),
+    ],
+    ids=str,
+)
+def test_which_norms_stand_out(norms, far):
+    assert outliers(torch.tensor(norms))[0] == far
 
 
 # ---- never lose everything for one part ------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ RULES = {
     "silent": "a gradient came back, and all of it is zero.",
     "nan": "NaN or infinite values. Forward first, in the order of the calls; then backward, from the loss.",
     "outlier": f"a sample's gradient norm is above median + {SPREADS} · 1.4826 · MAD (MAD: the median distance from "
-    "the median, taken as 1 % of the median at least).",
+    "the median; with its factor, 5 % of the median at least), among five samples or more.",
     "interacting": "what a sample gets depends on the other samples of the batch.",
     "check": "gradients by sample differ from those of plain autograd.",
 }
@@ -176,10 +176,10 @@ def outliers(norms: Tensor) -> tuple[list[int], float]:
     """
     finite = norms[norms.isfinite()].double()
     broken = (~norms.isfinite()).nonzero().flatten().tolist()
-    if len(finite) < 4:
+    if len(finite) < 5:
         return broken, math.inf
     median = finite.median()
-    spread = torch.maximum((finite - median).abs().median() * 1.4826, median * 0.01)
+    spread = torch.maximum((finite - median).abs().median() * 1.4826, median * 0.05)
     limit = float(median + SPREADS * spread)
     order = norms.nan_to_num(0.0, 0.0, 0.0).argsort(descending=True).tolist()
     return broken + [k for k in order if bool(norms[k].isfinite()) and float(norms[k]) > limit], limit
