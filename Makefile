@@ -50,4 +50,4 @@ docs: .venv/.dev
 	touch $@
 
 clean:
-	rm -rf .venv site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv site build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -15,6 +15,7 @@ from unsum.edit import edit
 from unsum.gradients import gradients, mark_samples
 from unsum.mark import mark
 from unsum.reducers import Kronecker, Norms, Project, SecondMoment, TokenNorms, WeightedSum
+from unsum.report import report
 from unsum.samples import dim, packed
 from unsum.sites import sites
 from unsum.verbs import add, clip, clip_norm, noise, remove, replace, reverse, scale, steer, zero
@@ -48,6 +49,7 @@ __all__ = [
     "packed",
     "remove",
     "replace",
+    "report",
     "reverse",
     "scale",
     "sites",

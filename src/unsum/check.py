@@ -97,13 +97,13 @@ def _check(model: nn.Module, loss_fn: LossFunction, batch: Any, samples: Samples
     state = torch.get_rng_state()
     try:
         with gradients(model, samples=samples) as g:
-            losses = _losses(loss_fn, model, batch)
+            losses = losses_by_sample(loss_fn, model, batch)
             losses.sum().backward(retain_graph=True)
     except InteractionError as error:
         interacting = str(error).splitlines()[0]
         torch.set_rng_state(state)
         with gradients(model, samples=samples, interacting="exact") as g:
-            losses = _losses(loss_fn, model, batch)
+            losses = losses_by_sample(loss_fn, model, batch)
             losses.sum().backward(retain_graph=True)
     if not len(losses):
         raise SamplesError("there is nothing to check: the batch has no samples")
@@ -124,7 +124,8 @@ def _check(model: nn.Module, loss_fn: LossFunction, batch: Any, samples: Samples
     return Checked(rows, 1e-9 if precise else 1e-4, interacting, g.coverage())
 
 
-def _losses(loss_fn: LossFunction, model: nn.Module, batch: Any) -> Tensor:
+def losses_by_sample(loss_fn: LossFunction, model: nn.Module, batch: Any) -> Tensor:
+    """What `loss_fn` gives, if that is one loss for each sample."""
     losses = loss_fn(model, batch)
     if not isinstance(losses, Tensor) or losses.dim() != 1:
         shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__

@@ -1,21 +1,29 @@
-"""The command line: `unsum demo`, `unsum sites`, `unsum check`."""
+"""The command line: `unsum sites | check | draw | report | demo`."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
-import inspect
 import json
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+import traceback
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor
 
 import unsum
 from unsum.errors import OptionError, UnsumError
+from unsum.report.charts import plain
+from unsum.report.make import data_of
+from unsum.target import everything, model_of, told
+
+CODES = """exit codes:
+  0  done
+  1  unsum says no, or your own code has failed: one line on standard error says why
+  2  the command line is wrong
+  3  check: something differs, or samples interact; report --strict: there are flags, or the check is red"""
+
+TARGET = "module:function or file.py:function that returns (model, loss_fn, batch)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,94 +31,163 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return int(arguments.run(arguments) or 0)
-    except UnsumError as error:
-        print(f"unsum: {error}", file=sys.stderr)
+    except Exception as error:
+        if arguments.traceback:
+            traceback.print_exc()
+        text = _line(error) if isinstance(error, UnsumError) else f"{_name(arguments)} failed: {told(error)}"
+        own = not isinstance(error, UnsumError) or error.__cause__ is not None
+        hint = "; --traceback shows where" if own and not arguments.traceback else ""
+        print(f"unsum: {text}{hint}", file=sys.stderr)
         return 1
 
 
+def _line(error: Exception) -> str:
+    """The lines of a message as one."""
+    return "; ".join(part.strip().rstrip(".;") for part in str(error).splitlines() if part.strip())
+
+
+def _name(arguments: argparse.Namespace) -> str:
+    return getattr(arguments, "target", arguments.command)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="unsum", description="What flows through a PyTorch network.")
+    parser = argparse.ArgumentParser(
+        prog="unsum", description="What flows through a PyTorch network, and whose gradient it is.",
+        epilog=f"{CODES}\n\nexample: unsum report train.py:setup -o report.html",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"unsum {unsum.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="command")
-    demo = commands.add_parser("demo", help="see what it does, in a few seconds")
-    demo.set_defaults(run=_demo)
-    sites = commands.add_parser(
-        "sites",
-        help="list the sites of a model",
-        description="List the sites of a model.",
-        epilog="example: unsum sites torchvision.models:resnet18 'layer1.*:output'",
-    )
-    sites.add_argument("target", help="module:function or file.py:function that returns a model (or a tuple with one)")
-    sites.add_argument("pattern", nargs="*", help="only the sites that these patterns choose")
-    sites.add_argument("--json", action="store_true", help="print a JSON list of names")
-    sites.set_defaults(run=_sites)
-    check = commands.add_parser(
-        "check",
-        help="compare gradients per sample with plain autograd",
-        description="Compare gradients per sample with plain autograd on a model of yours.",
-        epilog="example: unsum check my_model.py:make; exit code 3 if something differs or samples interact",
-    )
-    check.add_argument("target", help="module:function or file.py:function that returns (model, loss_fn, batch)")
-    check.add_argument("--json", action="store_true", help="print the result as JSON")
-    check.set_defaults(run=_check)
+    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
+    _add_sites(commands)
+    _add_check(commands)
+    _add_draw(commands)
+    _add_report(commands)
+    _add_demo(commands)
     return parser
 
 
-def _demo(arguments: argparse.Namespace) -> None:
-    from unsum import demo
+def _command(
+    commands: Any, name: str, about: str, example: str, run: Callable[..., Any], target: str | None
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=f"example: {example}\n\n{CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    if target is not None:
+        parser.add_argument("target", help=target)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--traceback", action="store_true", help="if something fails, show the whole traceback")
+    parser.set_defaults(run=run)
+    return parser
 
-    demo.main()
+
+# ---- sites -----------------------------------------------------------------------------------------------------------
+
+
+def _add_sites(commands: Any) -> None:
+    target = "module:function or file.py:function that returns a model, or a tuple with one"
+    example = "unsum sites torchvision.models:resnet18 'layer1.*:output'"
+    parser = _command(commands, "sites", "list the sites of a model", example, _sites, target)
+    parser.add_argument("pattern", nargs="*", help="only the sites that these patterns choose")
 
 
 def _sites(arguments: argparse.Namespace) -> None:
-    found = unsum.sites(_model(arguments.target), *arguments.pattern)
-    print(json.dumps(list(found)) if arguments.json else found)
+    found = unsum.sites(model_of(arguments.target), *arguments.pattern)
+    print(_json(list(found)) if arguments.json else found)
+
+
+# ---- check -----------------------------------------------------------------------------------------------------------
+
+
+def _add_check(commands: Any) -> None:
+    about = "compare gradients by sample with plain autograd, on a model of yours"
+    _command(commands, "check", about, "unsum check train.py:setup && echo exact", _check, TARGET)
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    made = _call(arguments.target)
-    if not isinstance(made, tuple) or len(made) != 3:
-        raise OptionError(f"{arguments.target} must return (model, loss_fn, batch), got {type(made).__name__}")
-    found = unsum.check(*made)
-    if arguments.json:
-        rows = {row.name: row.error for row in found.rows}
-        print(json.dumps({"ok": found.ok, "interacting": found.interacting, "errors": rows}))
-    else:
-        print(found)
+    found = unsum.check(*everything(arguments.target))
+    errors = {row.name: row.error for row in found.rows}
+    _written(arguments, {"ok": found.ok, "interacting": found.interacting, "errors": errors}, str(found))
     return 0 if found.ok else 3
 
 
-def _model(target: str) -> nn.Module:
-    made = _call(target)
-    for candidate in made if isinstance(made, tuple) else (made,):
-        if isinstance(candidate, nn.Module):
-            return candidate
-    raise OptionError(f"{target} returned {type(made).__name__}, not an nn.Module or a tuple with one")
+# ---- draw ------------------------------------------------------------------------------------------------------------
 
 
-def _call(target: str) -> Any:
-    """What the function that `target` names returns."""
-    where, _, name = target.rpartition(":")
-    if not where or not name:
-        raise OptionError(f"{target!r}: write module:function or file.py:function")
-    try:
-        if where.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(where).stem, where)
-            assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            sys.path.insert(0, "")
-            module = importlib.import_module(where)
-    except (ImportError, FileNotFoundError) as error:
-        raise OptionError(f"cannot load {where}: {error}") from error
-    function = getattr(module, name, None)
-    if isinstance(function, nn.Module):
-        return function
-    if not callable(function):
-        raise OptionError(f"{where} has no function {name!r}")
-    try:
-        inspect.signature(function).bind()
-    except TypeError as error:
-        raise OptionError(f"{target} must be callable without arguments: {error}") from None
-    return function()
+def _add_draw(commands: Any) -> None:
+    about = "draw the autograd graph of the losses: which gradients are stored, which flow and are thrown away"
+    parser = _command(commands, "draw", about, "unsum draw train.py:setup -o graph.svg", _draw, TARGET)
+    parser.add_argument("-o", "--output", default="graph.svg", metavar="FILE", help=".svg or .html (%(default)s)")
+    parser.add_argument("--backward", action="store_true", help="after a backward, with the sizes of what has flowed")
+
+
+def _draw(arguments: argparse.Namespace) -> None:
+    model, loss_fn, batch = everything(arguments.target)
+    losses = loss_fn(model, batch)
+    if not isinstance(losses, Tensor):
+        raise OptionError(f"{arguments.target}: loss_fn(model, batch) returned {type(losses).__name__}, not a tensor")
+    loss = losses.sum()
+    if arguments.backward:
+        loss.backward(retain_graph=True)
+    picture = unsum.draw(loss, model=model, data=data_of(batch))
+    picture.save(arguments.output)
+    _written(arguments, {"path": arguments.output}, arguments.output)
+
+
+# ---- report ----------------------------------------------------------------------------------------------------------
+
+
+def _add_report(commands: Any) -> None:
+    about = "write one page on a model and a batch: layers with flags, gradients by sample, the picture, the check"
+    parser = _command(commands, "report", about, "unsum report train.py:setup -o report.html", _report, TARGET)
+    parser.add_argument("-o", "--output", default="report.html", metavar="FILE", help="where to write (%(default)s)")
+    parser.add_argument("--title", help="the page's heading")
+    parser.add_argument(
+        "--check", action=argparse.BooleanOptionalAction, help="run the check, or do not; where it is quick otherwise"
+    )
+    parser.add_argument("--strict", action="store_true", help="exit with 3 if there are flags or the check is red")
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    made = unsum.report(*everything(arguments.target), arguments.output, title=arguments.title, check=arguments.check)
+    ok = None if made.check is None else made.check.ok
+    flags = [{"kind": flag.kind, "where": flag.where, "text": flag.text} for flag in made.flags]
+    summary = {
+        "path": str(made.path), "samples": len(made.losses), "layers": len(made.layers), "flags": flags,
+        "outliers": made.outliers, "check": ok, "missing": made.missing,
+    }  # fmt: skip
+    _written(arguments, summary, str(made))
+    return 3 if arguments.strict and (flags or ok is False) else 0
+
+
+# ---- demo ------------------------------------------------------------------------------------------------------------
+
+
+def _add_demo(commands: Any) -> None:
+    about = "train a small transformer on sentences, some of them wrong; find them, ask why, edit a thought"
+    example = "unsum demo --out demo; a report and a picture are written there"
+    parser = _command(commands, "demo", about, example, _demo, None)
+    parser.add_argument("--out", default="demo", metavar="DIR", help="where report.html and graph.svg go (%(default)s)")
+    parser.add_argument(
+        "--seeds", action="store_true", help="the programs of the articles on hooks instead, in a second"
+    )
+
+
+def _demo(arguments: argparse.Namespace) -> None:
+    from unsum.demo import seeds, story
+
+    if arguments.seeds:
+        return seeds.main()
+    figures = story.main(arguments.out, quiet=arguments.json)
+    if arguments.json:
+        print(_json(figures))
+    return None
+
+
+def _written(arguments: argparse.Namespace, summary: dict[str, Any], text: str) -> None:
+    print(_json(summary) if arguments.json else text)
+
+
+def _json(value: Any) -> str:
+    """One line; numbers that are not finite are the strings "NaN", "Infinity", "-Infinity"."""
+    return json.dumps(plain(value, 9), allow_nan=False)

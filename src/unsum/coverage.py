@@ -12,15 +12,15 @@ from unsum.plan.plan import Meeting
 HEADINGS = ("parameter", "share", "meets data at", "in module", "node", "how", "numbers per sample")
 
 
-def table(
+def rows(
     names: Mapping[int, str],
     parameters: Mapping[int, nn.Parameter],
     meetings: Mapping[int, Mapping[Meeting, None]],
     kept: Mapping[int, Share],
-) -> str:
-    """One line for each parameter and meeting, and a last one with the share of elements that rules cover."""
+) -> tuple[list[tuple[str, ...]], str]:
+    """The headings and one row for each parameter and meeting; and the share of elements that rules cover, in words."""
     total = sum(p.numel() for p in parameters.values()) or 1
-    rows: list[tuple[str, ...]] = [HEADINGS]
+    found: list[tuple[str, ...]] = [HEADINGS]
     ruled = 0
     for key, name in names.items():
         size = parameters[key].numel()
@@ -29,12 +29,17 @@ def table(
         numbers = sum(kind.numel() for kind in kept[key].kinds) if key in kept else None
         cost = f"{size:,}" if numbers is None or not met else f"{numbers:,} of {size:,}"
         if not met:
-            rows.append((name, f"{size / total:.1%}", "nothing", "", "", "-", ""))
+            found.append((name, f"{size / total:.1%}", "nothing", "", "", "-", ""))
         for k, meeting in enumerate(met):
             lead = (name, f"{size / total:.1%}") if k == 0 else ("", "")
-            rows.append(
+            found.append(
                 (*lead, meeting.operation, meeting.module, f"#{meeting.place}", meeting.how, cost if k == 0 else "")
             )
-    width = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, width, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, f"by rule: {ruled / total:.1%} of {total:,} elements; the rest by replay"])
+    return found, f"by rule: {ruled / total:.1%} of {total:,} elements; the rest by replay"
+
+
+def table(found: list[tuple[str, ...]], ruled: str) -> str:
+    """The rows as lines, and the share of elements that rules cover as the last one."""
+    width = [max(len(row[i]) for row in found) for i in range(len(HEADINGS))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, width, strict=True)).rstrip() for row in found]
+    return "\n".join([*lines, ruled])

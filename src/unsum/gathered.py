@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from unsum.acted import Acted
-from unsum.coverage import table
+from unsum.coverage import rows, table
 from unsum.errors import OptionError, SamplesError
 from unsum.factors.factors import Factors, Share
 from unsum.factors.total import Kind
@@ -157,8 +157,12 @@ class Gradients:
     def coverage(self) -> str:
         """A table: each parameter, its share of all elements, the operations at which it met data (with module and
         place in the graph), how its gradients were obtained, and how many numbers they are for one sample."""
+        return table(*self.coverage_rows())
+
+    def coverage_rows(self) -> tuple[list[tuple[str, ...]], str]:
+        """The same as rows, headings first, and the share that rules cover, in words."""
         kept = {key: group.shares[key] for group in self._groups.values() for key in self.by_id if key in group.shares}
-        return table(self.by_id, self.unique(), self._meetings, kept)
+        return rows(self.by_id, self.unique(), self._meetings, kept)
 
     @property
     def ids(self) -> Tensor:

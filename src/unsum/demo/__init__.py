@@ -1,5 +1,5 @@
-"""What the articles show that this project grew from, run through unsum and printed."""
+"""`unsum demo`: a story that needs the library (`story`), and the articles' programs that it grew from (`seeds`)."""
 
-from unsum.demo.seeds import main
+from unsum.demo.story import main
 
 __all__ = ["main"]

@@ -59,20 +59,34 @@ def is_hooked(saved: Any) -> bool:
 
 def find(nodes: Sequence[Node], named: Sequence[Named]) -> tuple[list[Entry], list[str]]:
     """Where the named tensors enter, and notes on those of which it cannot be told."""
-    by_memory = {memory: one for one in named if (memory := _memory(one.tensor)) is not None}
+    by_memory: dict[int | None, list[Named]] = {}
+    for one in named:
+        by_memory.setdefault(_memory(one.tensor), []).append(one)
     entries: dict[tuple[Node, str], Entry] = {}
     for node in nodes:
         if is_leaf(node):
             continue
         for saved in raw_saved(node):
             tensor = None if is_hooked(saved) else getattr(saved, "data", None)
-            one = by_memory.get(_memory(tensor) or 0) if isinstance(tensor, Tensor) else None
-            if one is not None:
-                entries[node, one.name] = Entry(node, one.name, one.tensor, one.role, "saved")
+            match = _same(tensor, by_memory) if isinstance(tensor, Tensor) else None
+            if match is not None:
+                entries[node, match.name] = Entry(node, match.name, match.tensor, match.role, "saved")
     placed = {entry.name for entry in entries.values()}
     left = [one for one in named if one.name not in placed]
     more, notes = _by_shape(nodes, left, [node for node, _ in entries])
     return [*entries.values(), *more], notes
+
+
+def _same(tensor: Tensor, by_memory: Mapping[int | None, list[Named]]) -> Named | None:
+    """Which of the named tensors it is. Several may share their memory (`ids[:, :-1]` and `ids[:, 1:]`): then the one
+    that begins at the same place, and if need be has the same shape; otherwise it cannot be told."""
+    memory = _memory(tensor)
+    known = [] if memory is None else by_memory.get(memory, [])
+    if len(known) > 1:
+        known = [one for one in known if one.tensor.data_ptr() == tensor.data_ptr()]
+    if len(known) > 1:
+        known = [one for one in known if one.tensor.shape == tensor.shape]
+    return known[0] if len(known) == 1 else None
 
 
 def _memory(tensor: Tensor) -> int | None:

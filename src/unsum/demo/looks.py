@@ -1,0 +1,43 @@
+"""The files that the demo leaves behind: a report, and the picture of the graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import unsum
+from unsum.demo.corpus import START, Corpus
+from unsum.demo.model import Transformer
+from unsum.demo.page import Page
+from unsum.demo.train import encode, losses
+
+
+def write(page: Page, out: Path, corpus: Corpus, model: Transformer, norms: Tensor) -> dict[str, str]:
+    """The report on 48 sentences, the dozen that pull hardest among them, and the graph of a step on four."""
+    page.heading("To look at")
+    out.mkdir(parents=True, exist_ok=True)
+    report, graph = out / "report.html", out / "graph.svg"
+    order = norms.argsort(descending=True)
+    hardest, others = order[:12], order[12:]
+    chosen = torch.cat([hardest, others[torch.linspace(0, len(others) - 1, 36).long()]]).tolist()
+    lines = [corpus.sentences[index].words for index in chosen]
+    _report(report, corpus, model, lines)
+    _draw(graph, corpus, model, lines[:4])
+    page.line(f"    {report!s:<24}  the picture, every layer, and 48 sentences word by word")
+    page.line(f"    {graph!s:<24}  one step: which tensors there are, which gradients are kept")
+    return {"report": str(report), "graph": str(graph)}
+
+
+def _report(path: Path, corpus: Corpus, model: Transformer, lines: list[tuple[str, ...]]) -> None:
+    read = [[START, *line[:-1]] for line in lines]
+    unsum.report(model, losses, encode(corpus, lines), path, text=read, title="The demo's transformer")
+
+
+def _draw(path: Path, corpus: Corpus, model: Transformer, lines: list[tuple[str, ...]]) -> None:
+    read, guess = encode(corpus, lines)
+    loss = losses(model, (read, guess)).mean()
+    loss.backward(retain_graph=True)  # the picture then shows how large the gradients are
+    unsum.draw(loss, model, data={"read": read, "guess": guess}).save(path)
+    model.zero_grad()

@@ -1,0 +1,106 @@
+"""What a report holds, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from unsum.check import Checked
+from unsum.report.measure import Stats
+
+
+@dataclass(frozen=True)
+class Flag:
+    """Something to look at."""
+
+    kind: str  # dead, vanishing, exploding, silent, nan, outlier, interacting, check
+    where: str  # a site, a parameter, a sample
+    text: str
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One module, in one call: what came out of it and which gradient came back to that."""
+
+    name: str  # with the call and the path where there are several: "enc@1", "attn[0]"
+    module: str
+    kind: str  # the module's class
+    is_leaf: bool
+    activation: Stats
+    gradient: Stats | None
+    weight_norm: float | None  # over the module's own parameters
+    weight_gradient_norm: float | None
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What one forward and one backward have shown."""
+
+    losses: Tensor  # (n,)
+    layers: list[Layer]
+    inputs: dict[str, Stats]  # of modules without modules in them, by name
+    backwards: list[tuple[str, Stats]]  # what came back, in the order in which it came
+    parameters: dict[str, float]  # the norms of their gradients; NaN where one is not finite
+    elements: int  # of all that flowed
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """Cosines of the gradients of some samples with one another."""
+
+    rows: list[int]  # which samples
+    cosines: Tensor  # (len(rows), len(rows))
+    how: str
+
+
+@dataclass(frozen=True)
+class BySample:
+    """The gradient of each sample."""
+
+    ids: list[int]
+    norms: Tensor  # (n,)
+    by_parameter: dict[str, Tensor]  # {name: (n,)}: norms of each parameter's part
+    outliers: list[int]
+    limit: float  # above which a norm is an outlier
+    tokens: Tensor | None  # (n, t)
+    left_out: list[str]  # parameters whose positions are not the input's
+    similarity: Similarity | None
+    coverage: list[tuple[str, ...]]  # heading first
+    ruled: str
+    interacting: str | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """A report: where the page is, and what it shows, as data. Print it for a summary."""
+
+    path: Path
+    title: str
+    flags: list[Flag]
+    layers: list[Layer]
+    losses: Tensor  # (n,)
+    samples: BySample | None
+    check: Checked | None
+    picture: str  # SVG; empty if there is none
+    text: list[list[str]] | None
+    missing: dict[str, str]  # section -> why it is not there
+
+    @property
+    def norms(self) -> Tensor | None:
+        """(n,): the norm of each sample's gradient."""
+        return None if self.samples is None else self.samples.norms
+
+    @property
+    def outliers(self) -> list[int]:
+        """The samples whose gradients are far larger than the others'."""
+        return [] if self.samples is None else self.samples.outliers
+
+    def __str__(self) -> str:
+        lines = [f"{self.path}: {len(self.layers)} layers, {len(self.losses)} samples, {len(self.flags)} flags"]
+        lines += [f"  {flag.kind:<11} {flag.where}: {flag.text}" for flag in self.flags]
+        lines += [f"  no {section}: {' '.join(why.split())}" for section, why in self.missing.items()]
+        return "\n".join(lines)

@@ -1,0 +1,194 @@
+"""`report`: runs what is needed, and writes the page."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from unsum.check import Checked, LossFunction
+from unsum.check import check as compare
+from unsum.draw.draw import draw
+from unsum.errors import OptionError
+from unsum.graph.probe import state_set_aside
+from unsum.nested import format_path, leaves
+from unsum.progress import progress as Progress
+from unsum.report.bysample import by_sample
+from unsum.report.collect import in_words, statistics
+from unsum.report.data import BySample, Flag, Report, Statistics
+from unsum.report.flags import flagged
+from unsum.report.page import write
+from unsum.report.words import Text, words
+from unsum.samples import Samples
+from unsum.sites import Names
+
+LONG = 20_000_000  # numbers in all samples' gradients, written out: above, the check is not run unasked
+SIZED = 20_000_000  # elements of all that flows: above, the picture does not show the sizes of gradients
+
+T = TypeVar("T")
+
+
+def report(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    path: str | os.PathLike[str],
+    *,
+    text: Text | None = None,
+    samples: Samples | Tensor | None = None,
+    title: str | None = None,
+    check: bool | None = None,
+    progress: bool | None = None,
+) -> Report:
+    """Write one HTML page that stands alone: the picture of the graph, statistics of every layer with flags, gradients
+    by sample with outliers, tokens and similarity, coverage, and the check.
+
+    The model is run as in a step of training, with your hooks on it, and is afterwards as it was: `.grad`, buffers,
+    random numbers. A part that cannot be had (samples that interact, a model that is refused) says why in its place.
+
+    Args:
+        model: Any module.
+        loss_fn: `loss_fn(model, batch)` returns one loss for each sample, (n,).
+        batch: What the loss function takes.
+        path: Where to write. Folders that are missing are made.
+        text: The tokens, for sequences: a list of strings for each sample, or what turns one token's id into a string
+            (a tokenizer, or a function); the ids are then the first integers (n, t) in the batch.
+        samples: Where the samples are, as in `unsum.gradients`.
+        title: The page's heading; the model's class otherwise.
+        check: True compares with plain autograd (`unsum.check`), False does not; None does where it is quick.
+        progress: Whether a line on standard error tells how far it is; None: on a terminal.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        >>> batch = torch.randn(6, 3), torch.randn(6, 1)
+        >>> made = report(
+        ...     model, lambda m, b: (m(b[0]) - b[1]).square().sum(1), batch, tempfile.mkdtemp() + "/report.html"
+        ... )
+        >>> made.norms.shape, [layer.name for layer in made.layers]
+        (torch.Size([6]), ['0', '1', '2', ''])
+    """
+    where = _place(path)
+    missing: dict[str, str] = {}
+    grads = {parameter: parameter.grad for parameter in model.parameters()}
+    with Progress[None](5, "report", shown=progress) as line, _grads_as_before(grads):
+        found, picture = _seen(model, loss_fn, batch, missing, line)
+        n = len(found.losses)
+        tokens = words(text, batch, n)
+        line.step("gradients by sample")
+        ask = lambda: by_sample(model, loss_fn, batch, samples=samples, n=n, elements=found.elements)
+        each = _part("gradients by sample", missing, ask)
+        line.step("the check")
+        checked = _checked(model, loss_fn, batch, samples, check, n, missing)
+        line.step("the page")
+        layers, flags = flagged(found, model, batch)
+        made = Report(
+            where, title or type(Names(model).model).__name__, flags + _more(each, checked), layers, found.losses.cpu(),
+            each, checked, picture, tokens, missing,
+        )  # fmt: skip
+        write(made, model)
+        line.step("")
+    return made
+
+
+def _seen(
+    model: nn.Module, loss_fn: LossFunction, batch: Any, missing: dict[str, str], line: Progress[None]
+) -> tuple[Statistics, str]:
+    """One forward and backward: statistics, and the picture of the graph, which is then let go."""
+    line.say("statistics of the layers")
+    with state_set_aside(model):
+        found, losses = statistics(model, loss_fn, batch)
+        missing.update(found.missing)
+        line.step("the picture")
+        sized = found.elements <= SIZED
+        return found, _part("picture", missing, lambda: _drawn(losses.sum(), model, batch, sized)) or ""
+
+
+def data_of(batch: Any) -> dict[str, Tensor]:
+    """The tensors of a batch, under names that a picture can show."""
+    single = isinstance(batch, Tensor)
+    return {"batch" if single else f"batch{format_path(path)}": tensor for path, tensor in leaves(batch)}
+
+
+def _drawn(loss: Tensor, model: nn.Module, batch: Any, sized: bool) -> str:
+    """The picture, with the sizes of the gradients if these are not too many to be computed again."""
+    if sized:
+        with contextlib.suppress(OptionError):  # a checkpoint, say
+            return draw(loss, model=model, data=data_of(batch), flow=True).svg
+    return draw(loss, model=model, data=data_of(batch)).svg
+
+
+def _place(path: str | os.PathLike[str]) -> Path:
+    """Where the page goes; wrong places are told before the work."""
+    where = Path(path)
+    if where.is_dir():
+        raise OptionError(f"{where} is a folder; name the file, such as {where / 'report.html'}")
+    try:
+        where.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"cannot make the folder {where.parent}: {error.strerror}; choose another path") from None
+    return where
+
+
+@contextlib.contextmanager
+def _grads_as_before(grads: dict[nn.Parameter, Tensor | None]) -> Iterator[None]:
+    for parameter in grads:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, grad in grads.items():
+            parameter.grad = grad
+
+
+def _part(name: str, missing: dict[str, str], make: Callable[[], T]) -> T | None:
+    """A part of the report; if it cannot be had, the others are not lost for it."""
+    try:
+        return make()
+    except Exception as error:
+        missing[name] = in_words(error)
+        return None
+
+
+def _checked(
+    model: nn.Module, loss_fn: LossFunction, batch: Any, samples: Samples | Tensor | None, asked: bool | None, n: int,
+    missing: dict[str, str],
+) -> Checked | None:  # fmt: skip
+    numbers = n * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    waits = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters())
+    if asked is False:
+        missing["check"] = "it was not asked for (check=False)"
+    elif asked is None and numbers > LONG:
+        missing["check"] = (
+            f"not run unasked: it writes out {numbers:,} numbers one sample at a time; check=True runs it"
+        )
+    elif asked is None and waits:
+        missing["check"] = (
+            "not run unasked: something waits for a parameter's gradient after it was added (an optimiser that steps "
+            "in the backward?), and the check's backward would call it; check=True runs it"
+        )
+    else:
+        with state_set_aside(model):
+            return _part("check", missing, lambda: compare(model, loss_fn, batch, samples=samples))
+    return None
+
+
+def _more(each: BySample | None, checked: Checked | None) -> list[Flag]:
+    """What the gradients by sample and the check have to say."""
+    flags = []
+    if each is not None:
+        for k in each.outliers:
+            norm = float(each.norms[k])
+            flags.append(Flag("outlier", f"sample {each.ids[k]}", f"gradient norm {norm:.3g}, limit {each.limit:.3g}"))
+    interacting = (each and each.interacting) or (checked and checked.interacting)
+    if interacting:
+        flags.append(Flag("interacting", "samples", interacting))
+    if checked is not None and not checked.ok and any(row.error > checked.tolerance for row in checked.rows):
+        worst = checked.worst
+        assert worst is not None
+        flags.append(Flag("check", worst.name, f"differs from plain autograd by {worst.error:.1g} of the gradient"))
+    return flags

@@ -1,0 +1,253 @@
+"""The page: sections one after another, the data as JSON, style and script inside."""
+
+from __future__ import annotations
+
+import json
+import math
+from html import escape
+from importlib import resources
+
+import torch
+from torch import nn
+
+from unsum.report.charts import bars, brief, plain
+from unsum.report.data import BySample, Flag, Report
+from unsum.report.embed import embedded
+from unsum.report.flags import RULES
+from unsum.report.measure import DRAWN
+from unsum.report.tables import LISTED, check_table, chip, coverage_table, layers_table, losses_table, samples_table
+
+_TITLES = {
+    "nan": "Not finite",
+    "exploding": "Exploding gradients",
+    "vanishing": "Vanishing gradients",
+    "silent": "Gradients that are zero",
+    "dead": "Dead units",
+    "interacting": "Samples interact",
+    "check": "The check is red",
+    "outlier": "Samples that stand out",
+}
+
+
+def write(made: Report, model: nn.Module) -> None:
+    """Write the page to where the report says."""
+    made.path.write_text(page(made, model), encoding="utf-8")
+
+
+def page(made: Report, model: nn.Module) -> str:
+    """The whole page."""
+    sections = [
+        _findings(made), _picture(made), _layers(made), _samples(made), _tokens(made), _similarity(made),
+        _coverage(made), _check(made), _rules(),
+    ]  # fmt: skip
+    data = json.dumps(plain(embedded(made)), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
+        f"<title>{escape(made.title)}: report</title>\n<style>\n{_file('page.css')}</style>\n</head>\n<body>\n"
+        f'<a class="skip" href="#main">To the findings</a>\n{_header(made, model)}\n<main id="main">\n'
+        f"{''.join(sections)}</main>\n"
+        # A text may hold what ends a script; in JSON `<` can be written otherwise.
+        f'<script type="application/json" id="data">{data.replace("<", chr(92) + "u003c")}</script>\n'
+        f"<script>\n{_file('page.js')}</script>\n</body>\n</html>\n"
+    )
+
+
+def _file(name: str) -> str:
+    return resources.files("unsum.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _header(made: Report, model: nn.Module) -> str:
+    from unsum import __version__
+
+    parameters = sum(p.numel() for p in model.parameters())
+    losses = made.losses.double()
+    facts = {
+        "samples": f"{len(losses):,}",
+        "parameters": f"{parameters:,}",
+        "layers": f"{sum(layer.is_leaf for layer in made.layers):,}",
+        "mean loss": brief(float(losses.mean())),
+        "flags": f"{len(made.flags):,}",
+    }
+    items = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts.items())
+    return (
+        f"<header><h1>{escape(made.title)}</h1><dl>{items}</dl>"
+        f'<p class="small">unsum {__version__}, torch {torch.__version__}, model in '
+        f"{'training' if model.training else 'evaluation'} mode</p></header>"
+    )
+
+
+def _section(key: str, title: str, body: str, *, lead: str = "", is_open: bool = True) -> str:
+    lead = f'<p class="lead">{lead}</p>' if lead else ""
+    return (
+        f'<details class="section" id="{key}"{" open" if is_open else ""}><summary><h2>{escape(title)}</h2></summary>'
+        f"{lead}{body}</details>\n"
+    )
+
+
+def _absent(made: Report, name: str) -> str:
+    """Why a part is not there."""
+    return f'<p class="absent">Not here: {escape(made.missing.get(name, "nothing was found"))}</p>'
+
+
+def _scrolled(inside: str, label: str) -> str:
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">{inside}</div>'
+
+
+def _findings(made: Report) -> str:
+    by_kind: dict[str, list[Flag]] = {}
+    for flag in made.flags:
+        by_kind.setdefault(flag.kind, []).append(flag)
+    if not by_kind:
+        return _section("findings", "What to look at", '<p class="calm">Nothing stands out in this batch.</p>')
+    at = {layer.name: k for k, layer in enumerate(made.layers)}
+    items = []
+    for kind, title in _TITLES.items():
+        flags = by_kind.get(kind)
+        if flags:
+            lines = "".join(f"<li>{_where(flag, at)} <span>{escape(flag.text)}</span></li>" for flag in flags[:200])
+            more = f'<li class="small">and {len(flags) - 200:,} more</li>' if len(flags) > 200 else ""
+            is_open = " open" if len(flags) <= 4 or kind == "nan" else ""
+            items.append(
+                f'<details class="finding"{is_open}><summary>{chip(kind)}<b>{title}</b><span class="count">{len(flags)}'
+                f'</span></summary><ul>{lines}{more}</ul><p class="small">{escape(RULES[kind])}</p></details>'
+            )
+    return _section("findings", "What to look at", "".join(items))
+
+
+def _where(flag: Flag, at: dict[str, int]) -> str:
+    layer, _, _ = flag.where.rpartition(":")
+    name = f"<code>{escape(flag.where)}</code>"
+    return f'<a href="#layer-{at[layer]}">{name}</a>' if ":" in flag.where and layer in at else name
+
+
+def _picture(made: Report) -> str:
+    body = (
+        f'<figure class="scroll" tabindex="0" role="region" aria-label="Picture of the graph">{made.picture}</figure>'
+    )
+    lead = "The graph that the backward walks, from the sum of the losses to the parameters."
+    return _section("picture", "The picture", body if made.picture else _absent(made, "picture"), lead=lead)
+
+
+def _layers(made: Report) -> str:
+    kinds = dict.fromkeys(flag for layer in made.layers for flag in layer.flags)
+    choices = "".join(f'<option value="{kind}">{kind}</option>' for kind in kinds)
+    tools = (
+        '<div class="tools"><label>Filter <input type="search" id="layer-filter" placeholder="name or kind"></label>'
+        '<label>Flag <select id="flag-filter"><option value="">all</option><option value="*">any flag</option>'
+        f'{choices}</select></label><label class="box"><input type="checkbox" id="leaf-filter"> innermost modules '
+        "only</label>"
+        '<output id="layer-count" aria-live="polite"></output></div>'
+    )
+    table = _scrolled(layers_table(made.layers, type_name(made)), "Statistics of each layer")
+    note = _absent(made, "gradients") if "gradients" in made.missing else ""
+    lead = "In the order of the calls. A heading sorts; a histogram runs from the smallest value to the largest."
+    return _section("layers", "Layers", tools + note + table, lead=lead)
+
+
+def type_name(made: Report) -> str:
+    """What the model itself is called in the table."""
+    root = next((layer.kind for layer in made.layers if layer.name == ""), made.title)
+    return f"{root} (the model)"
+
+
+def _samples(made: Report) -> str:
+    each = made.samples
+    if each is None:
+        losses = _scrolled(losses_table(made.losses.double().tolist()), "Loss of each sample")
+        return _section("samples", "Samples", _absent(made, "gradients by sample") + losses)
+    picker = (
+        '<div class="tools"><label>Sample <select id="picker"><option value="">none picked</option></select></label>'
+        '<button type="button" id="before" aria-label="Previous sample">←</button>'
+        '<button type="button" id="after" aria-label="Next sample">→</button></div>'
+        '<div id="picked" aria-live="polite"></div>'
+    )
+    top, drawn = bars(each.norms, set(each.outliers), each.limit, each.ids)
+    dashed = f"; dashed: {brief(each.limit)}, above which a sample stands out" if math.isfinite(each.limit) else ""
+    chart = (
+        f'<div class="chart"><span class="axis">{brief(top)}{dashed}</span>{drawn}'
+        f'<span class="axis">sample {each.ids[0]}</span><span class="axis end">{each.ids[-1]}</span></div>'
+    )
+    note = f"<p class=small>The {LISTED} largest of {len(each.ids):,}.</p>" if len(each.ids) > LISTED else ""
+    table = _scrolled(samples_table(each, made.losses.double().tolist()), "Loss and gradient norm of each sample")
+    lead = "The norm of each sample's gradient over all parameters. Pick a sample, here or in any picture below."
+    return _section("samples", "Samples", _interacting(each) + chart + picker + note + table, lead=lead)
+
+
+def _interacting(each: BySample) -> str:
+    if each.interacting is None:
+        return ""
+    why = escape(each.interacting.rstrip("."))
+    share = "the derivative of the part of the loss that enters at its own outputs"
+    return f'<p class="absent">{why}. What is shown is each sample\'s share: {share}.</p>'
+
+
+def _tokens(made: Report) -> str:
+    each = made.samples
+    if each is None or each.tokens is None:
+        return ""
+    left = f" Left out, since their positions are others: {', '.join(each.left_out[:6])}." if each.left_out else ""
+    if len(each.left_out) > 6:
+        left = left[:-1] + f" and {len(each.left_out) - 6} more."
+    lead = (
+        f"The norm of each position's part of its sample's gradient: the stronger the colour, the larger.{escape(left)}"
+    )
+    body = (
+        '<div class="tools"><label>Colours <select id="token-scale"><option value="all">over all samples</option>'
+        '<option value="each">within each sample</option></select></label>'
+        '<span class="legend warm"><span id="token-least"></span><i></i><span id="token-most"></span></span>'
+        '<output id="token-note"></output></div><div id="token-map"></div>'
+    )
+    return _section("tokens", "Tokens", body, lead=lead)
+
+
+def _similarity(made: Report) -> str:
+    each = made.samples
+    if each is None or each.similarity is None or len(each.ids) < 2:
+        return ""
+    shown = len(each.similarity.rows)
+    some = f" {shown} of {len(each.ids):,} samples, evenly over the batch and with its outliers." * (
+        shown < len(each.ids)
+    )
+    body = (
+        '<div class="tools"><label class="box"><input type="checkbox" id="alike"> alike samples side by side</label>'
+        '<span class="legend"><span>−1</span><i></i><span>1</span></span></div>'
+        '<div class="matrix"><canvas id="matrix" tabindex="0" role="img" aria-describedby="cell" aria-label="Cosine '
+        f'similarity of the gradients of {shown} samples; arrow keys move, Enter picks"></canvas>'
+        '<output id="cell" aria-live="polite"></output></div>'
+    )
+    lead = f"Cosines between the gradients of samples; {escape(each.similarity.how)}.{some}"
+    return _section("similarity", "Similarity", body, lead=lead)
+
+
+def _coverage(made: Report) -> str:
+    each = made.samples
+    if each is None:
+        return _section("coverage", "Coverage", _absent(made, "gradients by sample"), is_open=False)
+    table = _scrolled(coverage_table(each.coverage), "Where each parameter met data")
+    lead = f"Where each parameter met data, and how its gradients by sample were obtained; {escape(each.ruled)}."
+    return _section("coverage", "Coverage", table, lead=lead, is_open=False)
+
+
+def _check(made: Report) -> str:
+    checked = made.check
+    if checked is None:
+        return _section("check", "Check", _absent(made, "check"), is_open=False)
+    verdict = (
+        "every gradient by sample is that of plain autograd" if checked.ok else "not everything is as it should be"
+    )
+    lead = f"{chip('ok' if checked.ok else 'wrong')} {verdict} (tolerance {brief(checked.tolerance)})."
+    note = f'<p class="absent">Samples interact: {escape(checked.interacting)}</p>' if checked.interacting else ""
+    table = _scrolled(check_table(checked), "Gradients by sample against plain autograd")
+    return _section("check", "Check", note + table, lead=lead, is_open=not checked.ok)
+
+
+def _rules() -> str:
+    items = "".join(f"<div><dt>{chip(kind)}</dt><dd>{escape(rule)}</dd></div>" for kind, rule in RULES.items())
+    more = (
+        "<p>Statistics are over finite values; the standard deviation is that of the whole tensor (no correction). The "
+        "losses were summed before the backward, so that a sample's gradient is that of its own loss. A histogram "
+        f"counts {DRAWN:,} values at most, taken evenly.</p>"
+    )
+    return _section("rules", "What the flags mean", f'<dl class="rules">{items}</dl>{more}', is_open=False)

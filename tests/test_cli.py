@@ -1,0 +1,154 @@
+"""The command line: what scripts rely on."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unsum import cli
+
+FILE = """
+import torch
+from torch import nn
+import beside
+
+def squares(model, batch):
+    return (model(batch[0]) - batch[1]).square().sum(1)
+
+def setup():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), squares, (torch.randn(6, 3), torch.randn(6, 1))
+
+def mixed():
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), squares, setup()[2]
+
+def scalar():
+    model, _, batch = setup()
+    return model, lambda m, b: squares(m, b).sum(), batch
+
+def broken():
+    raise KeyError("no such thing")
+
+def fails():
+    model, _, batch = setup()
+    return model, lambda m, b: m(b[0] @ torch.ones(7)), batch
+
+def swapped(): return squares, setup()[0], None
+def number(): return 3
+"""
+
+COMMANDS = ("sites", "check", "draw", "report", "demo")
+
+
+@pytest.fixture
+def target(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "beside.py").write_text("")
+    file = tmp_path / "net.py"
+    file.write_text(FILE)
+    return lambda name: f"{file}:{name}"
+
+
+def test_a_report_with_a_summary_for_machines(target, capsys, tmp_path):
+    assert cli.main(["report", target("setup"), "-o", "out/r.html", "--json", "--title", "Mine"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["path"] == str(Path("out/r.html")) and (tmp_path / "out/r.html").exists()
+    assert told["samples"] == 6 and told["flags"] == [] and told["check"] is True and told["missing"] == {}
+    assert "<h1>Mine</h1>" in (tmp_path / "out/r.html").read_text()
+    assert cli.main(["report", target("setup"), "--no-check"]) == 0
+    assert "report.html: 4 layers, 6 samples, 0 flags" in capsys.readouterr().out
+
+
+def test_flags_make_a_strict_report_fail(target, capsys):
+    assert cli.main(["report", target("setup"), "--strict"]) == 0
+    assert cli.main(["report", target("mixed")]) == 0
+    capsys.readouterr()
+    assert cli.main(["report", target("mixed"), "--strict", "--json"]) == 3
+    assert {flag["kind"] for flag in json.loads(capsys.readouterr().out)["flags"]} == {"interacting"}
+
+
+def test_a_picture(target, capsys, tmp_path):
+    assert cli.main(["draw", target("setup"), "-o", "g.svg", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"path": "g.svg"}
+    picture = (tmp_path / "g.svg").read_text()
+    assert picture.lstrip().startswith("<svg") and "batch[0]" in picture and 'data-name="0.weight"' in picture
+    assert cli.main(["draw", target("setup"), "--backward", "-o", "g.html"]) == 0
+    assert capsys.readouterr().out == "g.html\n" and "<html" in (tmp_path / "g.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "said"),
+    [
+        ("check", "scalar", "one loss for each of the samples"),
+        ("report", "scalar", "one loss for each of the samples"),
+        ("report", "swapped", "its first is function, no nn.Module"),
+        ("report", "number", "must return (model, loss_fn, batch), got int"),
+        ("draw", "number", "must return (model, loss_fn, batch), got int"),
+        ("sites", "number", "not an nn.Module"),
+        ("sites", "gone", "has no function 'gone'"),
+        ("report", "broken", "raised KeyError: 'no such thing' (net.py, line "),
+        ("report", "fails", "net.py:fails failed: RuntimeError: "),
+        ("check", "fails", "net.py:fails failed: RuntimeError: "),
+        ("draw", "fails", "net.py:fails failed: RuntimeError: "),
+    ],
+)
+def test_errors_are_one_line_that_says_what_to_do(target, capsys, command, name, said):
+    assert cli.main([command, target(name)]) == 1
+    told = capsys.readouterr()
+    assert told.out == "" and len(told.err.splitlines()) == 1 and told.err.startswith("unsum: ") and said in told.err
+
+
+def test_the_whole_traceback_if_asked(target, capsys):
+    assert cli.main(["report", target("broken")]) == 1
+    assert "--traceback shows where" in capsys.readouterr().err
+    assert cli.main(["report", target("broken"), "--traceback"]) == 1
+    told = capsys.readouterr().err
+    assert "Traceback" in told and 'raise KeyError("no such thing")' in told and "--traceback" not in told
+
+
+@pytest.mark.parametrize("text", ["1 +", "import nothing_of_this_name", "raise ValueError('early')"])
+def test_a_file_that_cannot_be_loaded(tmp_path, capsys, text):
+    (tmp_path / "bad.py").write_text(text)
+    assert cli.main(["sites", f"{tmp_path / 'bad.py'}:make"]) == 1
+    told = capsys.readouterr().err
+    assert len(told.splitlines()) == 1 and "cannot load" in told and "bad.py" in told
+
+
+def test_a_wrong_command_line_is_code_2(target):
+    for arguments in ([], ["nonsense"], ["report"], ["report", target("setup"), "--colour"]):
+        with pytest.raises(SystemExit) as left:
+            cli.main(arguments)
+        assert left.value.code == 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example_and_the_codes(command, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main([command, "--help"])
+    told = capsys.readouterr().out
+    assert left.value.code == 0 and f"example: unsum {command}" in told and "--json" in told
+    assert all(re.search(rf"^  {code}  ", told, re.M) for code in range(4))
+
+
+def test_as_a_program_of_its_own(target, tmp_path):
+    """Nothing but JSON on standard output, no progress line where there is no terminal, a module as the target."""
+    run = lambda *arguments: subprocess.run(
+        [sys.executable, "-m", "unsum", *arguments], capture_output=True, text=True, cwd=tmp_path
+    )
+    done = run("report", "net:setup", "--json")
+    assert done.returncode == 0 and done.stderr == "" and json.loads(done.stdout)["path"] == "report.html"
+    done = run("check", "net:mixed", "--json")
+    assert done.returncode == 3 and json.loads(done.stdout)["ok"] is False
+    assert all(command in run("--help").stdout for command in (*COMMANDS, "exit codes"))
+
+
+def test_the_commands_of_the_page_are_understood():
+    page = (Path(__file__).parent.parent / "docs" / "cli.md").read_text()
+    lines = [line for block in re.findall(r"```sh\n(.*?)```", page, re.S) for line in block.splitlines()]
+    assert {shlex.split(line)[1] for line in lines} == set(COMMANDS)
+    for line in lines:
+        cli._parser().parse_args(shlex.split(line, comments=True)[1:])

@@ -1,0 +1,216 @@
+"""The report in a real browser: it works, asks for nothing, and can be used on a phone."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import unsum
+from test_report import IDS, Sequences, next_token
+
+api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: no browser to try the page in")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine"),
+    pytest.mark.xdist_group("browser"),  # one browser, one process
+]
+SHOTS = Path(__file__).parent.parent / "build" / "screenshots"
+
+
+@pytest.fixture(scope="module")
+def report_path(tmp_path_factory):
+    torch.manual_seed(0)
+    model = Sequences()
+    ids = torch.cat([IDS, torch.full((1, 7), 3)])
+    text = [[f"<w{k}> " for k in row] for row in ids.tolist()]
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    with torch.no_grad():
+        model.mix.bias[2] = float("nan")  # so that there is a flag
+    healthy = path.with_name("healthy.html")
+    unsum.report(model, next_token, ids, path, text=text)
+    unsum.report(Sequences(), next_token, ids, healthy, text=text)
+    return healthy, path
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def open_page(browser):
+    """Opens a page; at the end, nothing may have been logged or asked for."""
+    contexts, troubles = [], []
+
+    def open_one(path, **options):
+        context = browser.new_context(**({"viewport": {"width": 1440, "height": 900}} | options))
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: troubles.append(message.text))
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("request", lambda request: request.url.startswith(("file:", "data:")) or troubles.append(request.url))
+        page.goto(path.as_uri())
+        return page
+
+    yield open_one
+    for context in contexts:
+        context.close()
+    assert troubles == []
+
+
+def column(page, table, index):
+    """What is seen in one column, from top to bottom."""
+    return page.eval_on_selector_all(
+        f"#{table} tbody tr:not([hidden])", f"rows => rows.map(row => row.cells[{index}].innerText.trim())"
+    )
+
+
+def shot(page, name):
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SHOTS / f"{name}.png", full_page=True)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_picture_is_seen(open_page, report_path, scheme):
+    page = open_page(report_path[0], color_scheme=scheme)
+    box = page.locator("#picture svg").first.bounding_box()
+    assert box["width"] > 100 and box["height"] > 100
+    shot(page, f"report_desktop_{scheme}")
+
+
+def test_a_heading_sorts_by_click_and_by_key(open_page, report_path):
+    page = open_page(report_path[0])
+    given = column(page, "sample-table", 2)
+    number = lambda text: float(text.replace("−", "-"))
+    losses = page.locator("#sample-table thead th").nth(1)
+    losses.locator("button").click()
+    assert losses.get_attribute("aria-sort") == "descending"
+    first = [number(text) for text in column(page, "sample-table", 1)]
+    assert first == sorted(first, reverse=True) and len(set(first)) > 2
+    losses.locator("button").focus()
+    page.keyboard.press("Enter")
+    assert losses.get_attribute("aria-sort") == "ascending"
+    assert [number(text) for text in column(page, "sample-table", 1)] == sorted(first)
+    page.keyboard.press("Enter")
+    assert losses.get_attribute("aria-sort") is None and column(page, "sample-table", 2) == given
+
+
+def test_layers_are_sorted_by_numbers_not_by_their_text(open_page, report_path):
+    page = open_page(report_path[0])
+    page.locator("#layer-table thead tr:last-child th").nth(6).locator("button").click()  # the activation's norm
+    norms = page.eval_on_selector_all(
+        "#layer-table tbody tr", "rows => rows.map(row => Number(row.cells[6].dataset.value))"
+    )
+    assert norms == sorted(norms, reverse=True) and len(set(norms)) == len(norms) - 1  # the head's is the model's
+
+
+def test_the_filters(open_page, report_path):
+    page = open_page(report_path[1])
+    everything = column(page, "layer-table", 0)
+    assert len(everything) == 4
+    page.fill("#layer-filter", "LINEAR mix")
+    assert [name.split()[0] for name in column(page, "layer-table", 0)] == ["mix"]
+    assert page.inner_text("#layer-count") == "1 of 4"
+    page.fill("#layer-filter", "")
+    page.select_option("#flag-filter", "nan")
+    assert [name.split()[0] for name in column(page, "layer-table", 0)] == ["embed", "mix", "head", "Sequences"]
+    page.check("#leaf-filter")
+    assert [name.split()[0] for name in column(page, "layer-table", 0)] == ["embed", "mix", "head"]
+    page.locator("#findings a", has_text="mix:output").click()
+    assert column(page, "layer-table", 0) == everything
+    assert page.evaluate("document.querySelector(':target').cells[0].innerText").startswith("mix")
+
+
+def test_a_picked_sample_is_marked_everywhere(open_page, report_path):
+    page = open_page(report_path[0])
+    page.locator("button.pick[data-sample='4']").click()
+    assert page.locator("#picker").input_value() == "4"
+    assert page.locator("tr.chosen").get_attribute("data-sample") == "4"
+    assert page.locator(".bars rect.chosen").get_attribute("data-sample") == "4"
+    assert page.locator(".line.chosen").get_attribute("data-sample") == "4"
+    told = page.inner_text("#picked")
+    assert "Sample 4" in told and "Most alike" in told and "head.weight" in told
+    page.locator("#after").click()
+    assert page.locator("tr.chosen").get_attribute("data-sample") == "5"
+    page.locator(".bars rect[data-sample='1']").click()
+    assert "Sample 1" in page.inner_text("#picked")
+    page.locator("#picked button").first.click()  # the sample that is most alike
+    assert "Sample 1" not in page.inner_text("#picked").splitlines()[0]
+    shot(page, "report_picked")
+
+
+def test_the_matrix_can_be_pointed_at_and_walked_by_keys(open_page, report_path):
+    page = open_page(report_path[0])
+    matrix = page.locator("#matrix")
+    matrix.scroll_into_view_if_needed()
+    box = matrix.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.1, box["y"] + box["height"] * 0.1)
+    assert page.inner_text("#tip") == "samples 0 and 0: 1.00"
+    matrix.focus()
+    page.keyboard.press("ArrowDown")
+    assert page.inner_text("#cell").startswith("samples 1 and 0: ")
+    page.keyboard.press("Enter")
+    assert page.locator("#picker").input_value() == "1"
+    page.check("#alike")
+    assert page.locator("#picker").input_value() == "1"
+
+
+def test_tokens_have_colours_and_tell_their_numbers(open_page, report_path):
+    page = open_page(report_path[0])
+    tokens = page.locator(".line[data-sample='0'] .token")
+    assert tokens.count() == 7 and tokens.first.inner_text() == f"<w{int(IDS[0, 0])}> "
+    assert tokens.last.get_attribute("class") == "token plain"  # the last is a target only
+    before = tokens.nth(1).evaluate("token => token.style.background")
+    page.select_option("#token-scale", "each")
+    assert tokens.nth(1).evaluate("token => token.style.background") != before
+    tokens.nth(1).hover()
+    assert "position 1" in page.inner_text("#tip")
+
+
+def test_sections_fold(open_page, report_path):
+    page = open_page(report_path[0])
+    table = page.locator("#coverage-table")
+    assert not table.is_visible()
+    page.locator("#coverage > summary").click()
+    assert table.is_visible()
+    page.locator("#coverage > summary").press("Enter")
+    assert not table.is_visible()
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["healthy", "with NaN"])
+def test_on_a_phone_only_tables_scroll_sideways(open_page, report_path, which):
+    page = open_page(report_path[which], viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    folded = page.locator("details.section:not([open]) > summary")
+    while folded.count():
+        folded.first.click()
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    shot(page, f"report_phone_{which}")
+
+
+def test_everything_has_a_name_that_can_be_read_aloud(open_page, report_path):
+    page = open_page(report_path[0])
+    assert page.locator("h1").count() == 1 and page.locator("html").get_attribute("lang") == "en"
+    unnamed = page.evaluate(
+        """() => [...document.querySelectorAll("button, input, select, canvas, [role=region], [role=img]")].filter(
+            (thing) => !(thing.getAttribute("aria-label") || thing.getAttribute("aria-labelledby")
+                || thing.textContent.trim() || thing.closest("label")?.textContent.trim())
+        ).map((thing) => thing.outerHTML)"""
+    )
+    assert unnamed == []
+    assert page.locator("table:not(:has(caption))").count() == 0
+
+
+def test_models_of_other_shapes_do_not_break_the_page(open_page, tmp_path):
+    one = tmp_path / "one.html"
+    unsum.report(nn.Linear(3, 1), lambda m, x: m(x).sum(1), torch.randn(1, 3), one)
+    assert open_page(one).locator("#layer-table tbody tr").count() == 1
+    frozen = tmp_path / "frozen.html"
+    unsum.report(nn.Linear(3, 1).requires_grad_(False), lambda m, x: m(x).sum(1), torch.randn(4, 3), frozen)
+    page = open_page(frozen)
+    page.locator("#layer-table thead tr:last-child th").nth(9).locator("button").click()
+    assert "Not here" in page.inner_text("#samples")
