@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ KINDS = {"fact": "facts", "numbers": "with numbers", "false": "planted: false", 
 def main(out: str | Path = "demo", *, quiet: bool = False, seed: int = 0) -> Figures:
     """Tell the story, write the report and the picture into `out`, and give back the figures that were printed."""
     page, began = Page(quiet=quiet), time.monotonic()
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _one_thread():
         corpus = corpora.make(seed)
         figures: Figures = {"seed": seed, "sentences": len(corpus.sentences), "planted": len(corpus.planted)}
         model, wrong = _train(page, corpus, seed, figures)
@@ -46,6 +48,17 @@ def main(out: str | Path = "demo", *, quiet: bool = False, seed: int = 0) -> Fig
         figures["files"] = write(page, Path(out), corpus, model, norms)
     page.line(f"\nThat took {time.monotonic() - began:.0f} seconds.")
     return figures
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Matrices this small gain nothing from more threads, and on a busy machine threads wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _train(page: Page, corpus: Corpus, seed: int, figures: Figures) -> tuple[Transformer, list[Doubt]]:
@@ -97,7 +110,7 @@ def _whose(page: Page, corpus: Corpus, model: Transformer, figures: Figures) -> 
     page.line()
     page.say(
         "Why not the loss? A number that nobody could guess has a high loss for ever. But one number is as good as "
-        "another, so the layers beneath the head have little to change. A false word contradicts what they know."
+        "another: the layers beneath the head have less to change than for a false word, which contradicts them."
     )
     page.line("\nThe six that pull hardest, and the words that do it:\n")
     _suspects(page, corpus, model, norms)
