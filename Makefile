@@ -42,6 +42,7 @@ docs: .venv/.dev
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) install -q -c constraints.txt -e '.[dev]'
 	-$(PIP) install -q -c constraints.txt --no-deps timm pillow  # timm itself asks for torchvision: tests have names for it
+	-$(PIP) install -q -c constraints.txt -e '.[peers]'  # pages on peers that are absent are skipped, with the reason
 	touch $@ .venv/.core
 
 .venv/.bench: .venv/.core

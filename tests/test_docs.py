@@ -3,10 +3,14 @@
 import importlib.util
 import inspect
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,12 +32,36 @@ def test_the_table_of_costs_is_made_from_the_last_results(monkeypatch):
 
 
 def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere():
-    pages = {page.name for page in (ROOT / "docs").glob("*.md")}
+    pages = list((ROOT / "docs").rglob("*.md"))
     navigation = (ROOT / "mkdocs.yml").read_text()
-    assert all(page in navigation for page in pages)
-    for page in pages:
-        for target in re.findall(r"\]\(([\w./-]+\.md)\)", (ROOT / "docs" / page).read_text()):
-            assert target in pages, (page, target)
+    assert all(f" {page.relative_to(ROOT / 'docs')}\n" in navigation for page in pages)
+    for page in [*pages, ROOT / "README.md"]:
+        for target in re.findall(r"\]\(([\w./-]+\.(?:md|svg))\)", page.read_text()):
+            assert (page.parent / target).exists(), (page, target)
+
+
+def program(page):
+    """The code blocks of a page, each on its own lines, and nothing else."""
+    inside, lines = False, []
+    for line in page.read_text().splitlines():
+        fence = line.startswith("```")
+        lines.append(line if inside and not fence else "")
+        inside = line == "```python" if fence else inside
+    return "\n".join(lines) + "\n"
+
+
+def test_the_page_on_nnsight_runs_in_a_process_of_its_own(tmp_path):
+    pytest.importorskip("nnsight")
+    file = tmp_path / "page.py"
+    file.write_text(program(ROOT / "docs" / "from" / "nnsight.md"))
+    assert file.read_text().count("assert") > 5
+    done = subprocess.run(
+        [sys.executable, file],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_pictures_are_what_the_engine_does_today(monkeypatch):
