@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+
+import unsum
 
 ROOT = Path(__file__).parent.parent
 
@@ -38,6 +41,24 @@ def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere():
     for page in [*pages, ROOT / "README.md"]:
         for target in re.findall(r"\]\(([\w./-]+\.(?:md|svg))\)", page.read_text()):
             assert (page.parent / target).exists(), (page, target)
+
+
+def referenced():
+    """What the reference page shows, by the path that it names."""
+    for path in re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.M):
+        yield path, pkgutil.resolve_name(path)
+
+
+def test_every_public_name_is_on_the_reference_page():
+    shown = [thing for _, thing in referenced()]
+    for name in set(unsum.__all__) - {"testing"}:
+        assert any(thing is getattr(unsum, name) for thing in shown), name
+    assert {unsum.testing.assert_exact, unsum.testing.laws} <= {thing for thing in shown if callable(thing)}
+
+
+def test_everything_on_the_reference_page_has_an_example():
+    for path, thing in referenced():
+        assert ">>>" in (thing.__doc__ or ""), path
 
 
 def program(page):
