@@ -102,3 +102,34 @@ def test_the_pictures_show_the_network_of_the_page_and_can_be_read_aloud(monkeyp
         assert f"](pictures/{picture.name})" in page
         tags = {element.tag.rpartition("}")[2]: element.text for element in ElementTree.parse(picture).getroot()}
         assert tags["title"] and tags["desc"]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site; a page, a link or an anchor that is not there ends the build."""
+    pytest.importorskip("material")
+    pytest.importorskip("mkdocstrings")
+    out = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", out]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+def test_no_page_of_the_site_asks_the_network_for_anything(site):
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 15
+    loads = re.compile(
+        r"<(?:script|img|source|iframe)\b[^>]*\bsrc=[\"']?([^\"'\s>]+)|<link\b[^>]*\bhref=[\"']?([^\"'\s>]+)"
+    )
+    for page in pages:
+        for match in loads.finditer(page.read_text()):
+            assert not re.match(r"(https?:)?//", match[1] or match[2]), (page.name, match[0])
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"(url\(|@import)\s*[\"']?(https?:)?//", sheet.read_text()), sheet.name
+
+
+def test_the_reference_shows_every_public_name(site):
+    page = (site / "api.html").read_text()
+    for name in set(unsum.__all__) - {"errors", "testing"}:
+        assert re.search(rf'id="unsum\.[\w.]*\b{name}"', page), name
