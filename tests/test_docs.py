@@ -110,7 +110,7 @@ def site(tmp_path_factory):
     pytest.importorskip("material")
     pytest.importorskip("mkdocstrings")
     out = tmp_path_factory.mktemp("site")
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", out]
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", out]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
