@@ -56,6 +56,12 @@ def test_every_public_name_is_on_the_reference_page():
     assert {unsum.testing.assert_exact, unsum.testing.laws} <= {thing for thing in shown if callable(thing)}
 
 
+def test_every_public_name_is_taught_on_a_page_that_runs():
+    pages = "".join(p.read_text() for p in (ROOT / "docs").glob("*.md") if p.name != "api.md")
+    code = "".join(re.findall(r"^```python\n(.*?)^```$", pages, re.M | re.S))
+    assert [name for name in unsum.__all__ if not re.search(rf"\bunsum\.{name}\b", code)] == []
+
+
 def test_everything_on_the_reference_page_has_an_example():
     for path, thing in referenced():
         assert ">>>" in (thing.__doc__ or ""), path
