@@ -10,6 +10,7 @@ import os
 from unsum import errors, testing
 from unsum.capture import capture
 from unsum.check import check
+from unsum.draw.draw import draw
 from unsum.edit import edit
 from unsum.gradients import gradients, mark_samples
 from unsum.mark import mark
@@ -37,6 +38,7 @@ __all__ = [
     "clip",
     "clip_norm",
     "dim",
+    "draw",
     "edit",
     "errors",
     "gradients",

@@ -58,6 +58,7 @@ class Captured:
 
     def __init__(self, flow: Flow) -> None:
         self._flow = flow
+        self.acted = flow.acted
         self._entries: list[Entry] = []
         self._by_place: dict[tuple[Place, Kind], list[Entry]] = {}
 

@@ -83,7 +83,7 @@ class Edit:
         self._tripwires: list[_Tripwire] = []
         self._states: WeakKeyDictionary[Any, dict[Any, Tensor]] = WeakKeyDictionary()
         flow.open()
-        self._flow = flow
+        self._flow, self.acted = flow, flow.acted
         return self
 
     def __exit__(

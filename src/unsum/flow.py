@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from unsum import hooks
+from unsum.acted import Acted
 from unsum.alias import aliases
 from unsum.errors import SiteError, UnsupportedError
 from unsum.nested import leaves, put
@@ -67,6 +68,7 @@ class Flow:
         self.asked = asked
         self.receiver = receiver
         self.calls = Calls()
+        self.acted = Acted("edited" if receiver.edits else "captured")
         self.backwards = 0
         self.repeated: weakref.WeakSet[Any] = weakref.WeakSet()  # checkpoints that were run again
         self.places: dict[int, dict[str, Place]] = {}  # request -> the places that it names
@@ -154,6 +156,7 @@ class Flow:
                 return None  # somebody's torch.autograd.grad inside the backward, whose result he handles himself
             return self.arrived(spot, grad)
 
+        self.acted.leaves[place.name] = str(spot)
         self._handles.append(hooks.on_gradient(parameter, arrived))
 
     def close(self) -> None:
@@ -281,6 +284,8 @@ class Flow:
         if grads and not torch.is_grad_enabled():  # nothing done now will be differentiated
             self._notes[place, grad_kind] = "it ran with gradients switched off (no_grad or inference_mode)"
             grads = []
+        for spot, tensor in grads:
+            self.acted.at(tensor, str(spot))
         now: dict[Path, Tensor] = {}  # the tensors that flow on, where they differ
         if grads and shares is not None and not self._is_edited(place):
             grads = self._share(call, grads, shares)
@@ -295,6 +300,7 @@ class Flow:
             new = self.receiver.value(spot, tensor, call)
             if new is not None and new is not tensor:
                 now[spot.path] = new
+            self.acted.at(now.get(spot.path, tensor), str(spot))
         for spot, tensor in grads:
             self._watch(spot, now.get(spot.path, tensor))
         return put(value, now) if now else None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unsum.acted import Acted
 from unsum.coverage import table
 from unsum.errors import OptionError, SamplesError
 from unsum.factors.factors import Factors, Share
@@ -50,6 +51,7 @@ class Gradients:
         self, names: Names, params: str, samples: Samples, reducers: Sequence[Reducer] = (), *, keep: bool = True
     ) -> None:
         self._names, self._samples = names, samples
+        self.acted = Acted("split")
         self._reducers, self._keep = reducers, keep
         if not isinstance(params, str):
             raise OptionError(f"params={params!r}: a glob that chooses parameters by name, such as 'blocks.*.weight'")

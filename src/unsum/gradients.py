@@ -70,6 +70,7 @@ class GradientsBlock:
         self._open = True
         options = self._options
         self._found = Gradients(self._names, options.params, options.samples, options.reducers, keep=options.keep)
+        self.acted = self._found.acted
         for reducer in options.reducers:
             if hasattr(reducer, "reset"):
                 reducer.reset()
@@ -181,6 +182,8 @@ class GradientsBlock:
         )  # fmt: skip
         self._reached = {id(given) for given in call.inputs if isinstance(given, Tensor)} if call.inputs else None
         self._start(plan, nodes)
+        if len(call.roots) == 1:
+            self.acted.by_plan(nodes[0], plan, len(nodes))
         if self._is_checked:
             self._arrived.attach()
         if not options.grad:  # set aside, or torch would add to it in place

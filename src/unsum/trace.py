@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+
+from unsum.picture import Picture
+from unsum.timeline import timeline
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Event:
 
 
 class Trace(Sequence[Event]):
-    """The events of a capture, oldest first. `print` it for one line an event.
+    """The events of a capture, oldest first. `print` it for one line an event; it draws itself in a notebook.
 
     Examples:
         >>> import unsum
@@ -59,6 +63,23 @@ class Trace(Sequence[Event]):
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
         return self._events[index]
+
+    def picture(self) -> Picture:
+        """A time line: which site fired when, forward and backward.
+
+        Examples:
+            >>> Trace([Event("fc1:output", 0, None, (5, 3), torch.float32)]).picture()
+            <Picture: a trace of 1 event>
+        """
+        what = f"a trace of {len(self)} event{'' if len(self) == 1 else 's'}"
+        return Picture(timeline(self._events, what), what)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the time line as `.svg` or `.html`."""
+        return self.picture().save(path)
+
+    def _repr_svg_(self) -> str:
+        return self.picture().svg
 
     def __str__(self) -> str:
         width = max((len(e.site) for e in self._events), default=0)

@@ -158,6 +158,7 @@ def _plan(
         owned=owned,
         mixed=frozenset(place[node] for node in mixed),
         modules=modules,
+        cut=tuple((place[node], output) for node, output in cut.starts),
         nobodys=tuple(place[node] for node in beside),
         hidden={place[node]: owners for node, owners in swept.hidden.items()},
         routes={} if audit is None else rule_routes(audit, place, owned, modules, mixed, n, setting.names),

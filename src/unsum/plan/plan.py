@@ -57,6 +57,7 @@ class Plan:
     mixed: frozenset[int]  # nodes that belong to nobody, on the way to a parameter
     streamed: frozenset[int]  # of these, those through which gradients pass formed, sample by sample
     modules: dict[int, str]  # in whose call the owned nodes were made
+    cut: tuple[tuple[int, int], ...]  # where it starts: nodes, and which output of each
     nobodys: tuple[int, ...]  # what joins a parameter to the loss without any data
     hidden: dict[int, list[Owners]] = field(default_factory=dict)  # nodes that run backwards of their own
     routes: dict[int, tuple[Route, ...]] = field(default_factory=dict)  # audited rules, by place

@@ -1,0 +1,1 @@
+"""The autograd graph as a picture: graph → scene → folding → layout → SVG."""

@@ -1,0 +1,112 @@
+"""`draw`: the autograd graph as a picture."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from unsum.draw.belong import belonging
+from unsum.draw.fold import Folding, gather
+from unsum.draw.page import page
+from unsum.draw.paint import choose, paint
+from unsum.draw.read import read
+from unsum.draw.scene import Scene
+from unsum.errors import OptionError
+from unsum.picture import Picture
+from unsum.sites import Names
+
+
+def draw(
+    loss: Tensor,
+    model: nn.Module | None = None,
+    data: Mapping[str, Tensor] | None = None,
+    *,
+    fold: int | str | Sequence[str] | None = None,
+    repeat: bool = True,
+    views: bool = False,
+    flow: bool | None = None,
+    show: Iterable[Any] = (),
+) -> Picture:
+    """The graph that `loss.backward()` walks, or has walked, as a picture: tensors, operations, gradients.
+
+    Grey is data, teal are parameters, purple what was computed. Grey arrows go forward. Coral ones come back: solid
+    where the gradient is stored, dashed where it is computed and thrown away; there is none where autograd computes
+    none. Nothing is changed: no hook fires, no `.grad` moves, and a backward can follow.
+
+    Args:
+        loss: What is differentiated: any tensor with a graph, before or after its backward.
+        model: Gives parameters their names, and groups.
+        data: Names for tensors: inputs, targets, and also intermediate ones.
+        fold: None opens as much as fits on a screen. A number opens groups down to that depth, 0 being the model
+            itself; a glob, or several, names the modules that are folded.
+        repeat: False draws blocks that repeat each by itself.
+        views: True draws transposes, reshapes and casts as operations of their own, not as part of an arrow.
+        flow: Whether to compute the sizes of gradients that nobody has stored, by calling the nodes by hand. None: if
+            a backward has run and left the graph alive.
+        show: What `capture`, `edit` and `gradients` gave you, to show where they acted. Open blocks are shown anyway.
+
+    Examples:
+        >>> import torch
+        >>> model, x = nn.Linear(4, 3), torch.ones(5, 4)
+        >>> picture = draw(model(x).sum(), model, {"x": x})
+        >>> picture
+        <Picture: the graph of loss: 1 data, 2 parameters, 2 operations>
+        >>> 'data-name="weight"' in picture.svg
+        True
+    """
+    names, given = _checked(loss, model, data)
+    scene, owners = read(loss, names, given, views=views, flow=flow, show=show)
+    modules = {} if names is None else names.modules
+    folding = gather(scene, belonging(scene, owners, modules), modules, repeat=repeat)
+    opened = choose(folding) if fold is None else _asked(folding, fold)
+    title = _title(scene)
+    return Picture(paint(folding, opened, title), title, lambda: page(folding, opened, title))
+
+
+def _checked(
+    loss: Tensor, model: nn.Module | None, data: Mapping[str, Tensor] | None
+) -> tuple[Names | None, Mapping[str, Tensor]]:
+    if not isinstance(loss, Tensor):
+        raise OptionError(f"draw(loss): a tensor is drawn, got {type(loss).__name__}")
+    if loss.grad_fn is None:
+        raise OptionError(
+            "draw(loss): this tensor has no graph (no grad_fn): it was computed from nothing that requires a gradient, "
+            "or under no_grad, or it was detached"
+        )
+    if model is not None and not isinstance(model, nn.Module):
+        raise OptionError(f"draw(model=): expected an nn.Module, got {type(model).__name__}; data goes in data=")
+    if data is not None and not isinstance(data, Mapping):
+        raise OptionError(
+            f'draw(data=): expected names for tensors, as in {{"x": x, "y": y}}, got {type(data).__name__}'
+        )
+    for name, tensor in (data or {}).items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise OptionError(f"draw(data=): {name!r} names {type(tensor).__name__}, not a tensor")
+    return (None if model is None else Names(model)), data or {}
+
+
+def _title(scene: Scene) -> str:
+    data = sum(box.role == "data" for box in scene.boxes.values())
+    parameters = sum(box.role == "parameter" for box in scene.boxes.values())
+    name = next(box.name for box in scene.boxes.values() if box.is_loss)
+    return f"the graph of {name}: {data} data, {parameters} parameters, {len(scene.operations)} operations"
+
+
+def _asked(folding: Folding, fold: int | str | Sequence[str]) -> frozenset[str]:
+    """The groups that are open."""
+    groups = [group for child in folding.top.children for group in child.everything()]
+    if isinstance(fold, int):
+        depth = {id(child): 0 for child in folding.top.children}
+        for group in groups:
+            depth.update((id(child), depth[id(group)] + 1) for child in group.children)
+        return frozenset(group.name for group in groups if depth[id(group)] < fold)
+    globs = [fold] if isinstance(fold, str) else list(fold)
+    if not all(isinstance(glob, str) for glob in globs):
+        raise OptionError(f"draw(fold={fold!r}): a number, or globs of module names such as 'blocks.*.attn'")
+    folded = {group.name for group in groups if any(fnmatch.fnmatchcase(group.name, glob) for glob in globs)}
+    if globs and not folded:
+        raise OptionError(f"draw(fold={fold!r}): fits no group; there are: {', '.join(g.name for g in groups[:8])}")
+    return frozenset(group.name for group in groups) - folded

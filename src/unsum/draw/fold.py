@@ -1,0 +1,203 @@
+"""Groups of the picture: modules within modules, and blocks that repeat, drawn once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from unsum.draw.belong import common
+from unsum.draw.scene import Arrow, Scene
+from unsum.sites import is_container
+
+_PERIODS = (1, 2, 3, 4)  # so many neighbours may repeat together: a layer and its activation
+
+
+@dataclass
+class Group:
+    """A module, and what of the picture is in it."""
+
+    name: str
+    title: str  # relative to the group around it
+    kind: str  # the module's class
+    children: list[Group] = field(default_factory=list)
+    operations: list[str] = field(default_factory=list)
+    boxes: list[str] = field(default_factory=list)  # parameters; what operations make comes with them
+    times: int = 1
+
+    def everything(self) -> Iterator[Group]:
+        """This group and all in it."""
+        yield self
+        for child in self.children:
+            yield from child.everything()
+
+
+@dataclass(frozen=True)
+class Folding:
+    """A scene in which repeated blocks are drawn once, and the tree of its groups."""
+
+    scene: Scene
+    top: Group  # holds the model's group, and what is in no module
+
+
+def gather(
+    scene: Scene, owned: Mapping[str, str | None], modules: Mapping[str, nn.Module], *, repeat: bool = True
+) -> Folding:
+    """Put operations and parameters into groups; where blocks repeat, keep the first of them."""
+    top = Group("", "", "")
+    groups: dict[str, Group] = {}
+
+    def group_of(name: str) -> Group:
+        if name in groups:
+            return groups[name]
+        parent, own = top, name
+        if name:
+            above = name.rpartition(".")[0]
+            while is_container(modules.get(above)):
+                above = above.rpartition(".")[0]
+            parent = group_of(above)
+            own = name[len(above) :].lstrip(".")
+        made = groups[name] = Group(name, own, type(modules[name]).__name__)
+        parent.children.append(made)
+        return made
+
+    for op in sorted(scene.operations.values(), key=lambda op: op.number):
+        path = owned[op.key]
+        while path is not None and is_container(modules.get(path)):
+            path = path.rpartition(".")[0]
+        (top if path is None else group_of(path)).operations.append(op.key)
+    inside = {key: group for group in top.everything() for key in group.operations}
+    users: dict[str, list[str | None]] = {}
+    for arrow in scene.arrows:
+        group = inside[arrow.target]
+        users.setdefault(arrow.source, []).append(None if group is top else group.name)
+    made = {box for op in scene.operations.values() for box in op.makes}
+    for key, box in scene.boxes.items():
+        if key not in made:
+            _home(top, groups, box.role, users.get(key, [None])).boxes.append(key)
+    return _repeated(scene, top) if repeat else Folding(scene, top)
+
+
+def _home(top: Group, groups: Mapping[str, Group], role: str, users: Sequence[str | None]) -> Group:
+    """Where a leaf is drawn: a parameter with all that use it; data outside of everything."""
+    if role != "parameter" or None in users:
+        return top
+    name = common([user for user in users if user is not None])
+    while name not in groups:
+        name = name.rpartition(".")[0]
+    return groups[name]
+
+
+# ---- blocks that repeat ----------------------------------------------------------------------------------------------
+
+
+Run = dict[str, tuple[int, str]]  # element -> which of the blocks it is in, and what is drawn in its place
+
+
+def _repeated(scene: Scene, top: Group) -> Folding:
+    runs: list[Run] = []
+
+    def visit(group: Group) -> None:
+        group.children.sort(key=lambda child: _first(child, scene))
+        kept: list[Group] = []
+        signatures = [_signature(child, scene) for child in group.children]
+        k = 0
+        while k < len(group.children):
+            period, times = _run(signatures, k)
+            whole = group.children[k : k + period * times]
+            if times > 1:
+                blocks = [_elements(whole[j : j + period], scene) for j in range(0, len(whole), period)]
+                runs.append(
+                    {e: (j, shown) for j, own in enumerate(blocks) for e, shown in zip(own, blocks[0], strict=True)}
+                )
+                whole = [_drawn_once(whole, period, times)]
+            kept += whole
+            k += period * times
+        group.children = kept
+        for child in group.children:
+            visit(child)
+
+    visit(top)
+    for run in runs:  # outer blocks before those inside them
+        scene = _merged(scene, run)
+    return Folding(scene, top)
+
+
+def _first(group: Group, scene: Scene) -> int:
+    return min((scene.operations[key].number for g in group.everything() for key in g.operations), default=0)
+
+
+def _run(signatures: Sequence[object], k: int) -> tuple[int, int]:
+    """How many neighbours repeat from here, and how often; the run that covers most."""
+    best = (1, 1)
+    for period in _PERIODS:
+        unit, times = signatures[k : k + period], 1
+        while len(unit) == period and signatures[k + times * period : k + (times + 1) * period] == unit:
+            times += 1
+        if times > 1 and period * times > best[0] * best[1]:
+            best = (period, times)
+    return best
+
+
+def _drawn_once(whole: list[Group], period: int, times: int) -> Group:
+    first, last = whole[0], whole[-1]
+    stem, _, start = first.title.rpartition(".")
+    title = f"{stem}.{start}".lstrip(".") + "–" + last.title.rpartition(".")[2]
+    if period == 1:
+        first.title, first.times = title, times
+        return first
+    return Group(f"{first.name}–{last.name}", title, "", whole[:period], times=times)
+
+
+def _elements(groups: Sequence[Group], scene: Scene) -> list[str]:
+    """Everything drawn in these groups, in an order that depends on nothing but their structure."""
+    found = []
+    for group in (inner for outer in groups for inner in outer.everything()):
+        found += sorted(group.boxes, key=lambda key: scene.boxes[key].name)
+        for key in sorted(group.operations, key=lambda key: scene.operations[key].number):
+            found += [key, *scene.operations[key].makes]
+    return found
+
+
+def _signature(group: Group, scene: Scene) -> object:
+    """Equal for blocks that look the same."""
+    elements = _elements([group], scene)
+    number = {key: k for k, key in enumerate(elements)}
+    stem = len(group.name) + 1 if group.name else 0
+    parts: list[object] = [group.kind]
+    for key in elements:
+        op = scene.operations.get(key)
+        if op is not None:
+            parts.append((op.name, tuple(name[stem:] for name in op.meets), op.is_meeting))
+            continue
+        box = scene.boxes[key]
+        name = box.name[stem:] if box.role == "parameter" else box.name
+        sites = tuple((how, site[stem:]) for how, site in box.sites)
+        parts.append((box.role, name, box.shape, box.gradient, bool(box.norms), sites, box.is_cut))
+    for arrow in scene.arrows_into(number):
+        parts.append((number.get(arrow.source), number[arrow.target], arrow.gradient, arrow.through))
+    return tuple(parts)
+
+
+def _merged(scene: Scene, run: Run) -> Scene:
+    """The first of the blocks stands for all of them."""
+
+    def shown(key: str) -> str:
+        return run[key][1] if key in run else key
+
+    norms: dict[str, tuple[float, ...]] = {}
+    for key, box in scene.boxes.items():
+        norms[shown(key)] = norms.get(shown(key), ()) + box.norms
+    boxes = {key: replace(box, norms=norms[key]) for key, box in scene.boxes.items() if shown(key) == key}
+    operations = {key: op for key, op in scene.operations.items() if shown(key) == key}
+    arrows: dict[tuple[str, str], Arrow] = {}
+    for arrow in scene.arrows:
+        start, end = run.get(arrow.source), run.get(arrow.target)
+        if start is not None and end is not None and start[0] != end[0]:
+            continue  # from one block to the next of its kind
+        ends = shown(arrow.source), shown(arrow.target)
+        known = arrows.get(ends)
+        more = arrow.norms if known is None else known.norms + arrow.norms
+        arrows[ends] = replace(known or arrow, source=ends[0], target=ends[1], norms=more)
+    return Scene(boxes, operations, list(arrows.values()), scene.notes)

@@ -1,0 +1,378 @@
+"""Where things are drawn: layers from the inputs down to the loss, groups as boxes within boxes.
+
+Every group is laid out by itself and is one box in the group around it, so that frames never overlap what is not in
+them. Within a group: layers by the longest path, an order in each layer that crosses few arrows, and places as near
+to the neighbours as widths allow. An arrow that crosses a layer or a frame gets a station there, through which it
+passes straight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+GAP = 22.0  # between neighbours in a layer
+STUB = 18.0  # how far an arrow goes straight before it bends, beside its label
+BARE = 9.0  # the same without a label, and where it arrives
+BEND = 14.0  # the least height in which it bends
+PAD, HEAD = 14.0, 28.0  # around what is in a frame, and above it for the name
+_SWEEPS = 12
+
+
+@dataclass
+class Item:
+    """Something with a size: a leaf, or a group of items."""
+
+    key: str
+    width: float = 0.0
+    height: float = 0.0
+    children: list[Item] = field(default_factory=list)
+    x: float = 0.0  # left upper corner; in the group around it until all is done
+    y: float = 0.0
+    is_source: bool = False  # belongs next to what uses it: parameters and data
+    is_group: bool = False
+    least: float = 0.0  # the width that a group's name needs
+
+
+@dataclass(frozen=True)
+class Link:
+    """An arrow from one leaf to another."""
+
+    key: str
+    source: str
+    target: str
+    leaves: float = 0.0  # from where on the source, from its middle
+    room: float = 0.0  # for a label, to its right
+
+
+Station = tuple[float, float, float]  # x, and from where to where it is straight
+
+
+@dataclass
+class _Slot:
+    """A place in a layer: an item, or where an arrow passes."""
+
+    item: Item | None
+    width: float
+    height: float
+    x: float = 0.0  # its middle
+    top: float = 0.0  # from where to where an arrow that passes is straight
+    bottom: float = 0.0
+
+
+def arrange(root: Item, links: Sequence[Link]) -> dict[str, list[Station]]:
+    """Give every item its place; return the stations of every link, from the top down."""
+    above: dict[str, list[Item]] = {}  # for each leaf, the groups around it, outermost first
+    _ancestry(root, [], above)
+    routes: dict[str, list[tuple[Item, Station]]] = {link.key: [] for link in links}
+    _arrange(root, links, above, routes, {}, is_root=True)
+    _shift(root, 0.0, 0.0)
+    found: dict[str, list[Station]] = {}
+    leaves = {item.key: item for item in _leaves(root)}
+    for link in links:
+        stations = [(g.x + x, g.y + top, g.y + bottom) for g, (x, top, bottom) in routes[link.key]]
+        source, target = leaves[link.source], leaves[link.target]
+        start, end = source.y + source.height, target.y
+        first = (source.x + source.width / 2 + link.leaves, start, start + _stub(link))
+        last = (target.x + target.width / 2, end - BARE, end)
+        found[link.key] = [first, *sorted(stations, key=lambda s: s[1]), last]
+    return found
+
+
+def _stub(link: Link) -> float:
+    return STUB if link.room else BARE
+
+
+def _ancestry(item: Item, around: list[Item], above: dict[str, list[Item]]) -> None:
+    if not item.is_group:
+        above[item.key] = around
+    for child in item.children:
+        _ancestry(child, [*around, item], above)
+
+
+def _leaves(item: Item) -> list[Item]:
+    return [leaf for child in item.children for leaf in _leaves(child)] if item.is_group else [item]
+
+
+def _shift(item: Item, x: float, y: float) -> None:
+    item.x, item.y = item.x + x, item.y + y
+    for child in item.children:
+        _shift(child, item.x, item.y)
+
+
+_Ports = dict[tuple[int, str], float]  # where a link crosses the frame of a group, from its middle
+
+
+def _arrange(
+    group: Item,
+    links: Sequence[Link],
+    above: dict[str, list[Item]],
+    routes: dict[str, list[tuple[Item, Station]]],
+    ports: _Ports,
+    *,
+    is_root: bool = False,
+) -> None:
+    inside = [link for link in links if _within(group, link.source, above) or _within(group, link.target, above)]
+    for child in group.children:
+        if child.is_group:
+            _arrange(child, inside, above, routes, ports)
+    ends = []  # (link, child at its start or None, child at its end or None)
+    for link in inside:
+        start, end = _child(group, link.source, above), _child(group, link.target, above)
+        if start is not end:
+            ends.append((link, start, end))
+    rank = _ranks(group.children, [(s, e) for _, s, e in ends if s is not None and e is not None])
+    layers, chains = _layers(group, ends, rank)
+    edges = [edge for link, chain in chains.items() for edge in _edges(link, chain, ports)]
+    _order(layers, edges)
+    _place(layers, edges)
+    labelled = {id(chain[0]) for link, chain in chains.items() if link.room}
+    _settle(group, layers, labelled, is_root=is_root)
+    borders = {id(slot) for layer in (layers[0], layers[-1]) for slot in layer}
+    for link, chain in chains.items():
+        for slot in chain:
+            if slot.item is None:
+                routes[link.key].append((group, (slot.x, slot.top, slot.bottom)))
+            if id(slot) in borders:
+                ports[id(group), link.key] = slot.x - group.width / 2
+
+
+def _edges(link: Link, chain: Sequence[_Slot], ports: _Ports) -> Iterator[_Edge]:
+    for start, end in pairwise(chain):
+        leaves = arrives = 0.0
+        if start.item is not None:
+            leaves = ports.get((id(start.item), link.key), 0.0) if start.item.is_group else link.leaves
+        if end.item is not None and end.item.is_group:
+            arrives = ports.get((id(end.item), link.key), 0.0)
+        yield _Edge(start, end, leaves - arrives)
+
+
+def _within(group: Item, leaf: str, above: dict[str, list[Item]]) -> bool:
+    return any(item is group for item in above[leaf])
+
+
+def _child(group: Item, leaf: str, above: dict[str, list[Item]]) -> Item | None:
+    """The child of the group that holds a leaf."""
+    around = above[leaf]
+    for k, item in enumerate(around):
+        if item is group:
+            return around[k + 1] if k + 1 < len(around) else next(c for c in group.children if c.key == leaf)
+    return None
+
+
+def _ranks(children: Sequence[Item], edges: Sequence[tuple[Item, Item]]) -> dict[str, int]:
+    """The layer of each child: after all that lead to it; sources just before what they lead to."""
+    after: dict[str, list[str]] = {child.key: [] for child in children}
+    for start, end in edges:
+        if end.key not in after[start.key]:
+            after[start.key].append(end.key)
+    order = _sorted(after)
+    place = {key: k for k, key in enumerate(order)}
+    rank = dict.fromkeys(order, 0)
+    for key in order:
+        for other in after[key]:
+            if place[other] > place[key]:  # else it closes a circle
+                rank[other] = max(rank[other], rank[key] + 1)
+    for child in children:
+        below = [rank[other] for other in after[child.key] if place[other] > place[child.key]]
+        if child.is_source and below:
+            rank[child.key] = max(rank[child.key], min(below) - 1)
+    return rank
+
+
+def _sorted(after: dict[str, list[str]]) -> list[str]:
+    """Each before all that it leads to, as far as there are no circles."""
+    done: list[str] = []
+    seen: set[str] = set()
+    for first in after:
+        waiting = [(first, False)]
+        while waiting:
+            key, left = waiting.pop()
+            if left:
+                done.append(key)
+            elif key not in seen:
+                seen.add(key)
+                waiting.append((key, True))
+                waiting += [(other, False) for other in after[key] if other not in seen]
+    return done[::-1]
+
+
+_Ends = list[tuple[Link, Item | None, Item | None]]
+
+
+def _layers(group: Item, ends: _Ends, rank: dict[str, int]) -> tuple[list[list[_Slot]], dict[Link, list[_Slot]]]:
+    """The slots of every layer, and for each link those that it passes."""
+    last = max(rank.values(), default=0)
+    layers: list[list[_Slot]] = [[] for _ in range(last + 3)]  # one before and one after, where arrows cross the frame
+    slots: dict[str, _Slot] = {}
+    for child in group.children:
+        slots[child.key] = _Slot(child, child.width, child.height)
+        layers[rank[child.key] + 1].append(slots[child.key])
+    chains: dict[Link, list[_Slot]] = {}
+    for link, start, end in ends:
+        begin = 0 if start is None else rank[start.key] + 1
+        stop = last + 2 if end is None else rank[end.key] + 1
+        if start is not None and end is not None and stop <= begin:
+            continue  # closes a circle: drawn straight
+        chain: list[_Slot] = []
+        for level in range(begin, stop + 1):
+            item = start if level == begin else end if level == stop else None
+            if item is not None:
+                chain.append(slots[item.key])
+            else:
+                passing = _Slot(None, 14.0 + 2 * link.room, 0.0)
+                layers[level].append(passing)
+                chain.append(passing)
+        chains[link] = chain
+    return layers, chains
+
+
+class _Edge(NamedTuple):
+    """Part of a link, from one layer to the next."""
+
+    start: _Slot
+    end: _Slot
+    shift: float  # by how much the end is to the right of the start if it is straight
+
+
+_Edges = list[_Edge]
+_Near = dict[int, list[tuple[_Slot, float]]]  # slot -> its neighbours, and where it would be straight from there
+
+
+def _neighbours(edges: _Edges) -> tuple[_Near, _Near]:
+    up: _Near = {}
+    down: _Near = {}
+    for start, end, shift in edges:
+        down.setdefault(id(start), []).append((end, -shift))
+        up.setdefault(id(end), []).append((start, shift))
+    return up, down
+
+
+def _order(layers: list[list[_Slot]], edges: _Edges) -> None:
+    """Sort each layer by the middle of its neighbours, up and down in turn; keep the order that crosses least."""
+    up, down = _neighbours(edges)
+    best, fewest = [list(layer) for layer in layers], _crossings(layers, down)
+    for sweep in range(8):
+        if fewest == 0:
+            break
+        near = up if sweep % 2 == 0 else down
+        for k in range(len(layers)) if sweep % 2 == 0 else reversed(range(len(layers))):
+            _sort(layers, k, near)
+        crossed = _crossings(layers, down)
+        if crossed < fewest:
+            best, fewest = [list(layer) for layer in layers], crossed
+    for layer, order in zip(layers, best, strict=True):
+        layer[:] = order
+
+
+def _sort(layers: list[list[_Slot]], k: int, near: _Near) -> None:
+    beside = [layers[j] for j in (k - 1, k + 1) if 0 <= j < len(layers)]
+    where = {id(slot): i for layer in beside for i, slot in enumerate(layer)}
+    own = {id(slot): i for i, slot in enumerate(layers[k])}
+
+    def middle(slot: _Slot) -> float:
+        places = [where[id(other)] for other, _ in near.get(id(slot), ())]
+        return sum(places) / len(places) if places else own[id(slot)]
+
+    layers[k].sort(key=middle)
+
+
+def _crossings(layers: list[list[_Slot]], down: _Near) -> int:
+    total = 0
+    for layer, below in pairwise(layers):
+        where = {id(slot): k for k, slot in enumerate(below)}
+        ends = [sorted(where[id(other)] for other, _ in down.get(id(slot), ())) for slot in layer]
+        seen: list[int] = []
+        for own in ends:
+            total += sum(1 for end in own for other in seen if other > end)
+            seen += own
+    return total
+
+
+def _place(layers: list[list[_Slot]], edges: _Edges) -> None:
+    """Move every slot towards its neighbours, as far as widths allow."""
+    up, down = _neighbours(edges)
+    for layer in layers:
+        x = 0.0
+        for slot in layer:
+            slot.x = x + slot.width / 2
+            x += slot.width + GAP
+        for slot in layer:
+            slot.x -= (x - GAP) / 2
+    for sweep in range(_SWEEPS):
+        for layer in reversed(layers) if sweep % 2 else layers:
+            _pass(layer, down if sweep % 2 else up)
+    for layer in layers:  # what computes goes straight down
+        _pass(layer, up, only=_computes)
+    for layer in reversed(layers):  # what it is given stands beside it
+        _pass(layer, down, only=lambda slot: not _computes(slot) or id(slot) not in up)
+
+
+def _computes(slot: _Slot) -> bool:
+    return slot.item is None or not slot.item.is_source
+
+
+def _pass(layer: list[_Slot], near: _Near, only: Callable[[_Slot], bool] = lambda slot: True) -> None:
+    """Move those of a layer's slots that are meant in line with these neighbours; others stay if they can."""
+    wishes, weights = [], []
+    for slot in layer:
+        pulls = [(other.x + shift, _pull(slot, other)) for other, shift in near.get(id(slot), ()) if only(slot)]
+        total = sum(weight for _, weight in pulls)
+        wishes.append(sum(x * weight for x, weight in pulls) / total if total else slot.x)
+        weights.append(total or (0.05 if only(slot) else 10.0))
+    _spread(layer, wishes, weights)
+
+
+def _pull(slot: _Slot, other: _Slot) -> float:
+    """How much one slot wants to be in line with the other: what passes straight, and what computes, before sources."""
+    if other.item is not None and other.item.is_source:
+        return 0.05
+    return 4.0 if slot.item is None or other.item is None else 1.0
+
+
+def _spread(layer: list[_Slot], wishes: list[float], weights: list[float]) -> None:
+    """The places nearest to the wishes (in squares) at which nothing overlaps: neighbours that would are pooled."""
+    offsets, offset = [], 0.0
+    for k, slot in enumerate(layer):
+        if k:
+            offset += (layer[k - 1].width + slot.width) / 2 + GAP
+        offsets.append(offset)
+    pools: list[list[float]] = []  # weight, weighted sum, how many
+    for wish, weight, offset in zip(wishes, weights, offsets, strict=True):
+        pools.append([weight, weight * (wish - offset), 1])
+        while len(pools) > 1 and pools[-2][1] / pools[-2][0] > pools[-1][1] / pools[-1][0]:
+            more = pools.pop()
+            pools[-1] = [a + b for a, b in zip(pools[-1], more, strict=True)]
+    k = 0
+    for weight, total, count in pools:
+        for _ in range(int(count)):
+            layer[k].x = total / weight + offsets[k]
+            k += 1
+
+
+def _settle(group: Item, layers: list[list[_Slot]], labelled: set[int], *, is_root: bool) -> None:
+    """Heights: layer after layer. The group's own size, and its children's places in it."""
+    pad, head = (0.0, 0.0) if is_root else (PAD, HEAD)
+    slots = [slot for layer in layers for slot in layer]
+    left = min((slot.x - slot.width / 2 for slot in slots), default=0.0)
+    right = max((slot.x + slot.width / 2 for slot in slots), default=0.0)
+    spare = max(0.0, group.least - (right - left)) / 2
+    for slot in slots:
+        slot.x += pad + spare - left
+    y, end = head, head
+    for layer in layers[1:-1]:
+        tall = max((slot.height for slot in layer), default=0.0)
+        stub = STUB if any(id(slot) in labelled for slot in layer) else BARE
+        for slot in layer:
+            slot.top, slot.bottom = y - BARE, y + tall + stub
+            if slot.item is not None:
+                slot.item.x, slot.item.y = slot.x - slot.width / 2, y + tall - slot.height
+        end = y + tall + (stub if layers[-1] else 0.0)
+        y += tall + stub + BEND + BARE
+    group.width, group.height = right - left + 2 * (pad + spare), end + pad
+    for slot in layers[0]:
+        slot.top, slot.bottom = 0.0, head - BARE
+    for slot in layers[-1]:
+        slot.top, slot.bottom = end + BEND / 2, group.height

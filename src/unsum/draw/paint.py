@@ -1,0 +1,295 @@
+"""From what is placed to SVG."""
+
+from __future__ import annotations
+
+from unsum.draw.fold import Folding, Group
+from unsum.draw.layout import Item, Station
+from unsum.draw.scene import Box, Scene
+from unsum.draw.view import (
+    PILL,
+    STEM,
+    Line,
+    View,
+    cell_place,
+    frame_title,
+    parameters_in,
+    pill_text,
+    pill_width,
+    size,
+    view,
+)
+from unsum.svg import Svg, by, width_of, wrapped
+
+SCREEN = (1440.0, 900.0)
+_SMALLEST = 0.8  # the scale
+_FEW, _MANY = 24, 200
+_MARGIN = 20.0
+_APART = 4.0  # a forward arrow and its backward one, each from the middle
+
+
+def choose(folding: Folding) -> frozenset[str]:
+    """The groups that are open if nobody asks: all of a small graph, else as deep as fits on a screen. Modules that
+    hold no others are opened last, all or none."""
+    groups = [group for child in folding.top.children for group in child.everything()]
+    if len(folding.scene.operations) <= _FEW:
+        return frozenset(group.name for group in groups)
+    level, opened = folding.top.children, frozenset(group.name for group in folding.top.children)
+    while level := [child for group in level for child in group.children]:
+        wider = opened | {group.name for group in level if group.children}
+        if not _may_open(folding, wider):
+            return opened
+        opened = wider
+    everything = frozenset(group.name for group in groups)
+    return everything if _may_open(folding, everything) else opened
+
+
+def _may_open(folding: Folding, opened: frozenset[str]) -> bool:
+    return _seen(folding.top, opened) <= _MANY and fits(view(folding, opened))
+
+
+def fits(found: View) -> bool:
+    """Whether it fits on a screen, with its legend, at a scale at which it can still be read."""
+    wide, tall = size(found)
+    return wide <= SCREEN[0] / _SMALLEST - 2 * _MARGIN and tall <= SCREEN[1] / _SMALLEST - 90
+
+
+def _seen(group: Group, opened: frozenset[str]) -> int:
+    inner = sum(_seen(child, opened) if child.name in opened else 1 for child in group.children)
+    return inner + len(group.operations) + len(group.boxes)
+
+
+def paint(folding: Folding, opened: frozenset[str], title: str) -> str:
+    """The picture with these groups open."""
+    found = view(folding, opened)
+    svg = Svg()
+    svg.open(transform=f"translate({_MARGIN:g} {_MARGIN:g})")
+    for key, group in found.groups.items():
+        if found.items[key].is_group:
+            _frame(svg, found, key, group)
+        elif group.times > 1:
+            _cards(svg, found.items[key])
+    for line in found.lines:
+        _arrow(svg, line)
+    for key, group in found.groups.items():
+        item = found.items[key]
+        if item.is_group:  # over the arrows that cross the frame there
+            svg.title(item.x + 12, item.y + 17, frame_title(group), group.kind)
+        else:
+            _folded(svg, folding, found, key, group)
+    for key, box in found.boxes.items():
+        _tensor(svg, found, key, box)
+    for op in found.operations.values():
+        _operation(svg, folding.scene, found, op.key)
+    svg.close()
+    wide = max(found.root.width, 320.0) + 2 * _MARGIN
+    tall = _legend(svg, folding.scene, found.root.height + 2 * _MARGIN, wide)
+    return svg.finish(title, _described(folding.scene), wide, tall)
+
+
+def _described(scene: Scene) -> str:
+    """What a picture says, in words."""
+    boxes = scene.boxes.values()
+    stored = [box.name or by(box.shape) for box in boxes if box.gradient == "stored"]
+    none = [box.name for box in boxes if box.gradient == "none"]
+    parts = [
+        "From the inputs at the top to the loss at the bottom: tensors, the operations between them, and the gradients "
+        "that come back.",
+        f"Gradients are stored for: {', '.join(stored[:12]) or 'nothing'}{', …' if len(stored) > 12 else ''}.",
+    ]
+    if none:
+        parts.append(f"No gradient is computed for: {', '.join(none[:12])}{', …' if len(none) > 12 else ''}.")
+    return " ".join(parts)
+
+
+def _times(found: View, key: str) -> int | None:
+    return found.times[key] if found.times.get(key, 1) > 1 else None
+
+
+def _frame(svg: Svg, found: View, key: str, group: Group) -> None:
+    item = found.items[key]
+    hover = f"{group.name or 'the model'}: {group.kind}" + (f", {group.times} times" if group.times > 1 else "")
+    svg.open(
+        hover, class_="frame", data_role="group", data_name=group.name, data_type=group.kind, data_folded="false",
+        data_times=_times(found, key),
+    )  # fmt: skip
+    svg.rect(item.x, item.y, item.width, item.height, "group", 10)
+    svg.close()
+
+
+def _cards(svg: Svg, item: Item) -> None:
+    """The others behind the one that is drawn."""
+    for shift in (8, 4):
+        svg.rect(item.x + shift, item.y - shift, item.width, item.height, "box group", 8)
+
+
+def _folded(svg: Svg, folding: Folding, found: View, key: str, group: Group) -> None:
+    item = found.items[key]
+    count = parameters_in(folding, group)
+    hover = f"{group.name or 'the model'}: {group.kind}" + (f", {group.times} times" if group.times > 1 else "")
+    svg.open(
+        f"{hover}, folded, {count} parameters", class_="folded", data_role="group", data_name=group.name,
+        data_type=group.kind, data_folded="true", data_times=_times(found, key), data_parameters=count,
+    )  # fmt: skip
+    svg.rect(item.x, item.y, item.width, item.height, "box group", 8)
+    _lines(svg, found, key, item.x + item.width / 2, item.y)
+    svg.close()
+
+
+def _lines(svg: Svg, found: View, key: str, middle: float, y: float) -> None:
+    y += 4
+    for text in found.cells[key].lines:
+        y += text.tall
+        svg.text(middle, y - 1, text.text, f"middle {text.kind}")
+
+
+def _tensor(svg: Svg, found: View, key: str, box: Box) -> None:
+    x, y = cell_place(found, key)
+    cell = found.cells[key]
+    wide = found.items[key].width if key in found.items else cell.width
+    what = {"data": "data", "parameter": "parameter", "intermediate": "computed"}[box.role]
+    many = f", drawn once for {found.times[key]}" if found.times.get(key, 1) > 1 else ""
+    hover = f"{what} {box.name} {by(box.shape)}{many}: {box.why}".replace("  ", " ")
+    for how, site in box.sites:
+        hover += f"; {how}: {site}"
+    if box.is_cut:
+        hover += "; the cut: from here on positions belong to samples"
+    svg.open(
+        hover, class_="tensor", data_role=box.role, data_name=box.name, data_shape=by(box.shape), data_key=key,
+        data_gradient=box.gradient, data_times=_times(found, key), data_cut="true" if box.is_cut else None,
+        data_site=" ".join(site for _, site in box.sites) or None,
+        data_captured=" ".join(site for how, site in box.sites if how == "captured") or None,
+        data_edited=" ".join(site for how, site in box.sites if how == "edited") or None,
+        data_norm=f"{box.norms[0]:.6g}" if len(box.norms) == 1 else None,
+    )  # fmt: skip
+    svg.rect(x, y, wide, cell.height, f"box {box.role}", 7)
+    _lines(svg, found, key, x + wide / 2, y)
+    if box.is_cut:
+        svg.path(f"M{x - 8:.1f} {y + cell.height + 4:.1f}h{wide + 16:.1f}", "cut")
+    svg.close()
+
+
+def _operation(svg: Svg, scene: Scene, found: View, key: str) -> None:
+    op, item = found.operations[key], found.items[key]
+    middle, wide = item.x + item.width / 2, pill_width(op)
+    tall = item.height - max(found.cells[made].height for made in op.makes) - STEM
+    for made in op.makes:
+        x, y = cell_place(found, made)
+        svg.path(f"M{middle:.1f} {item.y + tall - 2:.1f}L{x + found.cells[made].width / 2:.1f} {y:.1f}", "forward")
+    meeting = ""
+    if op.is_meeting:
+        meeting = f"; a meeting: {', '.join(op.meets) or 'a parameter'} meets data here"
+    svg.open(
+        f"operation {op.name} ({op.node}){meeting}", class_="op", data_role="operation", data_name=op.name,
+        data_node=op.node, data_key=key, data_times=_times(found, key),
+        data_meeting=" ".join(op.meets) if op.is_meeting else None,
+    )  # fmt: skip
+    svg.rect(middle - wide / 2, item.y, wide, PILL, "box operation", PILL / 2)
+    svg.text(middle, item.y + 15.5, pill_text(op), "middle small")
+    svg.close()
+    for made in op.makes:
+        _tensor(svg, found, made, scene.boxes[made])
+
+
+# ---- arrows ----------------------------------------------------------------------------------------------------------
+
+
+def _arrow(svg: Svg, line: Line) -> None:
+    arrow = line.arrow
+    through = f", through {', '.join(arrow.through)}" if arrow.through else ""
+    name = f"{line.box.name} {by(line.box.shape)}".strip()
+    has_gradient = arrow.gradient != "none"
+    hover = f"forward: {name}{through}" + ("" if has_gradient else f". No gradient comes back: {arrow.why}")
+    ends = {"data_tensor": arrow.source, "data_operation": arrow.target}
+    svg.open(
+        hover, class_="arrow", data_direction="forward", data_gradient=None if has_gradient else "none",
+        data_through=" ".join(step.partition(" ")[0] for step in arrow.through) or None, **ends,
+    )  # fmt: skip
+    d = _path(line.stations, -_APART if has_gradient else 0.0)
+    svg.path(d, "hit")
+    svg.path(d, "forward", tip="forward")
+    svg.close()
+    if not has_gradient:
+        return
+    sizes = f" Norm {line.label}." if line.label else ""
+    svg.open(
+        f"backward: the gradient of {name} {by(line.box.shape) if not name else ''}{through}: {arrow.why}.{sizes}",
+        class_="arrow", data_direction="backward", data_gradient=arrow.gradient, **ends,
+        data_norm=f"{arrow.norms[0]:.6g}" if len(arrow.norms) == 1 and line.label else None,
+    )  # fmt: skip
+    d = _path(line.stations, _APART, back=True)
+    svg.path(d, "hit")
+    svg.path(d, f"backward {arrow.gradient}", tip="backward")
+    if line.label:
+        x, y, _ = line.stations[0]
+        svg.text(x + _APART + 5, y + 15, line.label, "tiny coral halo")
+    svg.close()
+
+
+def _path(stations: list[Station], shift: float, *, back: bool = False) -> str:
+    """Straight at each station, bent between them."""
+    legs = [(x + shift, top, bottom) for x, top, bottom in stations]
+    if back:  # from the loss up
+        legs = [(x, bottom, top) for x, top, bottom in reversed(legs)]
+    x, y, end = legs[0]
+    d = f"M{x:.1f} {y:.1f}V{end:.1f}"
+    for to_x, start, stop in legs[1:]:
+        if abs(to_x - x) < 0.5:
+            d += f"V{stop:.1f}"
+        else:
+            half = (start + end) / 2 - shift * (1 if (to_x > x) != back else -1)  # beside each other, also across
+            d += f"C{x:.1f} {half:.1f} {to_x:.1f} {half:.1f} {to_x:.1f} {start:.1f}V{stop:.1f}"
+        x, end = to_x, stop
+    return d
+
+
+# ---- legend ----------------------------------------------------------------------------------------------------------
+
+
+def _legend(svg: Svg, scene: Scene, y: float, wide: float) -> float:
+    """What colours and lines mean, and what could not be drawn. Returns the height of the picture."""
+    boxes, ops = scene.boxes.values(), scene.operations.values()
+    entries = [(role, label) for role, label in _ROLES.items() if any(box.role == role for box in boxes)]
+    entries += [("forward", "forward"), ("stored", "gradient, stored"), ("thrown-away", "gradient, thrown away")]
+    if any(op.is_meeting for op in ops):
+        entries.append(("◆", "a parameter meets data"))
+    if any(box.is_cut for box in boxes):
+        entries.append(("✂", "the cut"))
+    for how, mark in (("captured", "◉"), ("edited", "✎")):
+        if any(how == way for box in boxes for way, _ in box.sites):
+            entries.append((mark, how))
+    if any(arrow.norms for arrow in scene.arrows):
+        entries.append(("12", "size (norm) of a gradient"))
+    x = _MARGIN
+    svg.open(class_="legend", data_role="legend")
+    for kind, label in entries:
+        room = 30 + width_of(label, 11.5) + 18
+        if x + room > wide - _MARGIN + 18 and x > _MARGIN:
+            x, y = _MARGIN, y + 20
+        _sample(svg, kind, x, y)
+        svg.text(x + 30, y + 4, label, "small faint")
+        x += room
+    y += 12
+    for note in scene.notes:
+        for k, text in enumerate(wrapped(note, wide - 2 * _MARGIN - 14)):
+            y += 16
+            if k == 0:
+                svg.open(data_role="note")
+                svg.text(_MARGIN, y, "–", "small faint")
+                svg.close()
+            svg.text(_MARGIN + 14, y, text, "small faint")
+    svg.close()
+    return y + 16
+
+
+_ROLES = {"data": "data", "parameter": "parameter", "intermediate": "computed"}
+
+
+def _sample(svg: Svg, kind: str, x: float, y: float) -> None:
+    if kind in _ROLES:
+        svg.rect(x, y - 7, 22, 14, f"box {kind}", 4)
+    elif kind == "forward":
+        svg.path(f"M{x:.1f} {y:.1f}h23", "forward", tip="forward")
+    elif kind in ("stored", "thrown-away"):
+        svg.path(f"M{x:.1f} {y:.1f}h23", f"backward {kind}", tip="backward")
+    else:
+        svg.text(x + 11, y + 4, kind, "middle tiny " + ("coral" if kind == "12" else "blue"))

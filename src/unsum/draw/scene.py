@@ -1,0 +1,252 @@
+"""What is in the picture: tensors with their roles, operations, and arrows. From the autograd graph, nothing else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from unsum.draw.entering import Entry
+from unsum.graph.nodes import Edge, Node, below, is_leaf
+from unsum.svg import by
+
+Role = Literal["data", "parameter", "intermediate"]
+Gradient = Literal["stored", "thrown-away", "none"]
+
+# These only look at the same numbers in another way; unless something else is to be seen there, they are drawn as part
+# of the arrow.
+_VIEWS = {
+    *("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0"),
+    *("ReshapeAliasBackward0", "ViewAsBackward0", "AliasBackward0", "ToCopyBackward0", "CloneBackward0"),
+    *("ExpandBackward0", "UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2"),
+}
+
+
+@dataclass(frozen=True)
+class Box:
+    """A tensor."""
+
+    key: str
+    role: Role
+    name: str  # empty for an intermediate one that nobody has named
+    shape: tuple[int, ...]
+    gradient: Gradient
+    why: str  # in words, for the gradient
+    norms: tuple[float, ...] = ()  # of the stored gradient; one for each block drawn here
+    sites: tuple[tuple[str, str], ...] = ()  # captured or edited, site
+    is_cut: bool = False
+    is_loss: bool = False
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A node of the graph, and the tensors that it made."""
+
+    key: str
+    name: str
+    node: str  # as torch calls it
+    number: int  # when it was recorded
+    makes: tuple[str, ...]  # boxes
+    meets: tuple[str, ...] = ()  # parameters that meet data here
+    is_meeting: bool = False
+    module: str | None = None  # None: not in the model
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """A tensor goes into an operation, and perhaps a gradient comes back."""
+
+    source: str  # box
+    target: str  # operation
+    gradient: Gradient
+    why: str
+    through: tuple[str, ...] = ()  # views on the way
+    norms: tuple[float, ...] = ()  # of what comes back along this arrow
+    is_sum: bool = False  # the norm is that of all that comes back to the tensor
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Everything that is drawn, before it is folded."""
+
+    boxes: dict[str, Box]
+    operations: dict[str, Operation]
+    arrows: list[Arrow]
+    notes: list[str] = field(default_factory=list)
+
+    def arrows_into(self, keys: Container[str]) -> Iterator[Arrow]:
+        """Those whose operation is among these."""
+        return (arrow for arrow in self.arrows if arrow.target in keys)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of the graph beside its nodes."""
+
+    loss: Edge
+    leaves: Mapping[int, tuple[Role, str]]  # role and name of a leaf, by the id of the tensor
+    named: Mapping[Edge, str]  # intermediate tensors that the user has named
+    retained: Mapping[Edge, Tensor]  # intermediate tensors that keep their gradient
+    entries: Sequence[Entry]  # tensors without a gradient, and where they enter
+    flows: Mapping[tuple[Node, int], float]  # the norm of what each node sends along each of its edges
+    silence: str  # why there is no norm where there is none
+    sites: Mapping[Edge, Sequence[tuple[str, str]]]
+    leaf_sites: Mapping[int, Sequence[tuple[str, str]]]  # by the id of the tensor
+    cut: Iterable[Edge]
+    meetings: Mapping[Node, Sequence[str]]
+    show_views: bool
+
+
+def build(nodes: Sequence[Node], facts: Facts) -> Scene:
+    """The scene of a graph whose nodes are in order."""
+    used: dict[Edge, int] = {facts.loss: 0}
+    for node in nodes:
+        for _, child, output in below(node):
+            used[child, output] = used.get((child, output), 0) + 1
+    number = {node: k for k, node in enumerate(nodes)}
+    cut = set(facts.cut)
+    passed = set() if facts.show_views else {n for n in nodes if _is_passed(n, facts, cut)}
+    boxes: dict[str, Box] = {}
+    operations: dict[str, Operation] = {}
+    for node in reversed(nodes):  # in the order of the forward
+        if node in passed:
+            continue
+        k = number[node]
+        if is_leaf(node):
+            boxes[f"t{k}.0"] = _leaf(f"t{k}.0", node.variable, facts)
+            continue
+        made = [output for output in range(len(node._input_metadata)) if (node, output) in used]
+        for output in made:
+            boxes[f"t{k}.{output}"] = _made(f"t{k}.{output}", node, output, facts, cut)
+        operations[f"o{k}"] = Operation(
+            f"o{k}", operation_name(node), node.name(), node._sequence_nr(), tuple(f"t{k}.{o}" for o in made),
+            tuple(facts.meetings.get(node, ())), node in facts.meetings,
+        )  # fmt: skip
+    arrows = [arrow for node in reversed(nodes) for arrow in _arrows(node, number, passed, boxes, facts)]
+    arrows += _entering(number, passed, boxes, nodes, facts)
+    return Scene(boxes, operations, _with_sums(arrows, boxes))
+
+
+def _is_passed(node: Node, facts: Facts, cut: set[Edge]) -> bool:
+    """Whether a node is drawn as part of an arrow."""
+    edge = (node, 0)
+    if is_leaf(node) or node.name() not in _VIEWS or len(below(node)) != 1:
+        return False
+    seen = edge in cut or edge in facts.sites or edge in facts.named or edge in facts.retained
+    return not (seen or edge == facts.loss or node in facts.meetings)
+
+
+def operation_name(node: Node) -> str:
+    """A node's name as it is said.
+
+    Examples:
+        >>> operation_name(torch.ones(2, requires_grad=True).log_softmax(0).grad_fn)
+        'log_softmax'
+    """
+    name = re.sub(r"Backward\d*$", "", node.name().rpartition(".")[2].rpartition("::")[2])
+    if name == "CompiledFunction":
+        return "compiled"
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        return name
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    return name.removeprefix("native_").replace("scaled_dot_product", "sdp").replace("_for_cpu", "")
+
+
+def _leaf(key: str, tensor: Tensor, facts: Facts) -> Box:
+    role, name = facts.leaves[id(tensor)]
+    norms = () if tensor.grad is None else (_norm(tensor.grad),)
+    has = f".grad holds it, norm {norms[0]:.4g}" if norms else ".grad will hold it after backward"
+    return Box(
+        key, role, name, tuple(tensor.shape), "stored", f"its gradient is stored: {has}", norms,
+        tuple(facts.leaf_sites.get(id(tensor), ())),
+    )  # fmt: skip
+
+
+def _made(key: str, node: Node, output: int, facts: Facts, cut: set[Edge]) -> Box:
+    edge = (node, output)
+    kept = facts.retained.get(edge)
+    gradient: Gradient = "thrown-away" if kept is None else "stored"
+    why = "its gradient is computed and thrown away: retain_grad() would keep it"
+    norms: tuple[float, ...] = ()
+    if kept is not None:
+        norms = () if kept.grad is None else (_norm(kept.grad),)
+        why = "its gradient is stored: retain_grad() was called"
+    is_loss = edge == facts.loss
+    name = facts.named.get(edge, "loss" if is_loss else "")
+    shape = tuple(node._input_metadata[output].shape)
+    return Box(
+        key, "intermediate", name, shape, gradient, why, norms, tuple(facts.sites.get(edge, ())),
+        edge in cut, is_loss,
+    )  # fmt: skip
+
+
+def _norm(tensor: Tensor) -> float:
+    dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
+    return float(torch.linalg.vector_norm(dense.double() if not dense.is_complex() else dense))
+
+
+def _arrows(
+    node: Node, number: Mapping[Node, int], passed: set[Node], boxes: Mapping[str, Box], facts: Facts
+) -> list[Arrow]:
+    if node in passed or is_leaf(node):
+        return []
+    found = []
+    for slot, child, output in below(node):
+        through: list[str] = []
+        flows = facts.flows.get((node, slot))
+        while child in passed:
+            through.append(_through(child))
+            inner, ((slot_, deeper, output),) = child, below(child)
+            flows, child = facts.flows.get((inner, slot_)), deeper
+        source = f"t{number[child]}.{output}"
+        box = boxes[source]
+        why = box.why if flows is not None or box.norms else f"{box.why}. {facts.silence}"
+        norms = () if flows is None else (flows,)
+        found.append(Arrow(source, f"o{number[node]}", box.gradient, why, tuple(through), norms))
+    return found
+
+
+def _through(node: Node) -> str:
+    return f"{operation_name(node)} ({by(tuple(node._input_metadata[0].shape))})"
+
+
+def _entering(
+    number: Mapping[Node, int], passed: set[Node], boxes: dict[str, Box], nodes: Sequence[Node], facts: Facts
+) -> list[Arrow]:
+    """Boxes and arrows of what has no edge in the graph because it needs no gradient."""
+    above: dict[Node, Node] = {child: node for node in nodes for _, child, _ in below(node)}
+    arrows: dict[tuple[str, str], Arrow] = {}
+    for entry in facts.entries:
+        node = entry.node
+        while node in passed:
+            node = above[node]
+        key = f"e{entry.name}"
+        what = "a frozen parameter" if entry.role == "parameter" else "data"
+        why = f"{what} (requires_grad=False): autograd computes no gradient for it"
+        boxes.setdefault(key, Box(key, entry.role, entry.name, tuple(entry.tensor.shape), "none", why))
+        seen = "" if entry.how == "saved" else ". Found by its shape: the graph has not kept it"
+        arrows.setdefault((key, f"o{number[node]}"), Arrow(key, f"o{number[node]}", "none", why + seen))
+        sites = tuple(facts.leaf_sites.get(id(entry.tensor), ()))
+        boxes[key] = replace(boxes[key], sites=sites)
+    return list(arrows.values())
+
+
+def _with_sums(arrows: list[Arrow], boxes: Mapping[str, Box]) -> list[Arrow]:
+    """Where a gradient is stored, its norm is known even if what came along each arrow is not."""
+    several: dict[str, int] = {}
+    for arrow in arrows:
+        several[arrow.source] = several.get(arrow.source, 0) + 1
+    done, told = [], set()
+    for arrow in arrows:
+        box = boxes[arrow.source]
+        if box.norms and several[arrow.source] == 1:
+            arrow = replace(arrow, norms=box.norms)
+        elif box.norms and not arrow.norms and arrow.source not in told:
+            arrow = replace(arrow, norms=box.norms, is_sum=True, why=f"{arrow.why} (the sum over all uses)")
+            told.add(arrow.source)
+        done.append(arrow)
+    return done
