@@ -77,8 +77,8 @@ def program(page):
     return "\n".join(lines) + "\n"
 
 
-def test_the_page_on_nnsight_runs_in_a_process_of_its_own(tmp_path):
-    pytest.importorskip("nnsight")
+@pytest.mark.skipif(importlib.util.find_spec("nnsight") is None, reason="nnsight is not installed")
+def test_the_page_on_nnsight_runs_in_a_process_of_its_own(tmp_path):  # importing it here would be felt by every test
     file = tmp_path / "page.py"
     file.write_text(program(ROOT / "docs" / "from" / "nnsight.md"))
     assert file.read_text().count("assert") > 5
@@ -98,6 +98,23 @@ def test_the_pictures_are_what_the_engine_does_today(monkeypatch):
     assert drawn == {path.name: path.read_text() for path in (ROOT / "docs" / "pictures").iterdir()}, (
         "python docs/pictures.py draws them again; look at them before they are committed"
     )
+
+
+def test_the_pictures_of_pages_are_what_their_code_draws(monkeypatch):
+    drawn = load(ROOT / "docs" / "drawn.py", monkeypatch)
+    found = {name: svg for page in drawn.PAGES for name, svg in drawn.draw(page).items()}
+    kept = {path.name: path.read_text() for path in (ROOT / "docs" / "drawn").iterdir()}
+    assert found.keys() == kept.keys()
+    for name, svg in found.items():
+        assert svg == kept[name], f"{name}: python docs/drawn.py draws it again; look at it before it is committed"
+
+
+def test_the_picture_on_hooks_shows_which_gradients_are_stored():
+    drawn = ElementTree.parse(ROOT / "docs" / "drawn" / "two_layers.svg").getroot()
+    told = " ".join(element.text or "" for element in drawn if element.tag.endswith("desc"))
+    stored, _, rest = told.partition("Gradients are stored for: ")[2].partition(".\u0020No gradient is computed for: ")
+    assert all(name in stored for name in ("fc0.weight", "fc1.weight", "a₁")) and "a₀" not in stored
+    assert "x" in rest and "y" in rest
 
 
 def test_the_pictures_show_the_network_of_the_page_and_can_be_read_aloud(monkeypatch):
