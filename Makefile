@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# timm and BackPACK ask for torchvision, and one that does not fit torch's build breaks transformers: without it.
+BARE := timm pillow backpack-for-pytorch unfoldNd einops
 
 .PHONY: demo test check bench tune docs format clean
 
@@ -41,11 +43,13 @@ docs: .venv/.dev
 .venv/.dev: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) install -q -c constraints.txt -e '.[dev]'
-	-$(PIP) install -q -c constraints.txt --no-deps timm pillow  # timm itself asks for torchvision: tests have names for it
+	-$(PIP) install -q -c constraints.txt --no-deps $(BARE)
 	-$(PIP) install -q --no-deps triton  # its kernels run through its interpreter where there is no GPU
+	-$(PIP) install -q -c constraints.txt -e '.[peers]'  # pages on peers that are absent are skipped, with the reason
 	touch $@ .venv/.core
 
 .venv/.bench: .venv/.core
+	-$(PIP) install -q -c constraints.txt --no-deps $(BARE)
 	-$(PIP) install -q -c constraints.txt -e '.[bench]'
 	touch $@
 

@@ -3,10 +3,17 @@
 import importlib.util
 import inspect
 import json
+import os
+import pkgutil
 import re
+import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
+
+import pytest
+
+import unsum
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,12 +35,60 @@ def test_the_table_of_costs_is_made_from_the_last_results(monkeypatch):
 
 
 def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere():
-    pages = {page.name for page in (ROOT / "docs").glob("*.md")}
+    pages = list((ROOT / "docs").rglob("*.md"))
     navigation = (ROOT / "mkdocs.yml").read_text()
-    assert all(page in navigation for page in pages)
-    for page in pages:
-        for target in re.findall(r"\]\(([\w./-]+\.md)\)", (ROOT / "docs" / page).read_text()):
-            assert target in pages, (page, target)
+    assert all(f" {page.relative_to(ROOT / 'docs')}\n" in navigation for page in pages)
+    for page in [*pages, ROOT / "README.md"]:
+        for target in re.findall(r"\]\(([\w./-]+\.(?:md|svg))\)", page.read_text()):
+            assert (page.parent / target).exists(), (page, target)
+
+
+def referenced():
+    """What the reference page shows, by the path that it names."""
+    for path in re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.M):
+        yield path, pkgutil.resolve_name(path)
+
+
+def test_every_public_name_is_on_the_reference_page():
+    shown = [thing for _, thing in referenced()]
+    for name in set(unsum.__all__) - {"testing"}:
+        assert any(thing is getattr(unsum, name) for thing in shown), name
+    assert {unsum.testing.assert_exact, unsum.testing.laws} <= {thing for thing in shown if callable(thing)}
+
+
+def test_every_public_name_is_taught_on_a_page_that_runs():
+    pages = "".join(p.read_text() for p in (ROOT / "docs").glob("*.md") if p.name != "api.md")
+    code = "".join(re.findall(r"^```python\n(.*?)^```$", pages, re.M | re.S))
+    assert [name for name in unsum.__all__ if not re.search(rf"\bunsum\.{name}\b", code)] == []
+
+
+def test_everything_on_the_reference_page_has_an_example():
+    for path, thing in referenced():
+        assert ">>>" in (thing.__doc__ or ""), path
+
+
+def program(page):
+    """The code blocks of a page, each on its own lines, and nothing else."""
+    inside, lines = False, []
+    for line in page.read_text().splitlines():
+        fence = line.startswith("```")
+        lines.append(line if inside and not fence else "")
+        inside = line == "```python" if fence else inside
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nnsight") is None, reason="nnsight is not installed")
+def test_the_page_on_nnsight_runs_in_a_process_of_its_own(tmp_path):  # importing it here would be felt by every test
+    file = tmp_path / "page.py"
+    file.write_text(program(ROOT / "docs" / "from" / "nnsight.md"))
+    assert file.read_text().count("assert") > 5
+    done = subprocess.run(
+        [sys.executable, file],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_pictures_are_what_the_engine_does_today(monkeypatch):
@@ -54,6 +109,23 @@ def test_the_drawings_are_what_draw_makes_today(monkeypatch):
     assert all(f"](drawings/{name})" in page for name in drawings.draw())
 
 
+def test_the_pictures_of_pages_are_what_their_code_draws(monkeypatch):
+    drawn = load(ROOT / "docs" / "drawn.py", monkeypatch)
+    found = {name: svg for page in drawn.PAGES for name, svg in drawn.draw(page).items()}
+    kept = {path.name: path.read_text() for path in (ROOT / "docs" / "drawn").iterdir()}
+    assert found.keys() == kept.keys()
+    for name, svg in found.items():
+        assert svg == kept[name], f"{name}: python docs/drawn.py draws it again; look at it before it is committed"
+
+
+def test_the_picture_on_hooks_shows_which_gradients_are_stored():
+    drawn = ElementTree.parse(ROOT / "docs" / "drawn" / "two_layers.svg").getroot()
+    told = " ".join(element.text or "" for element in drawn if element.tag.endswith("desc"))
+    stored, _, rest = told.partition("Gradients are stored for: ")[2].partition(".\u0020No gradient is computed for: ")
+    assert all(name in stored for name in ("fc0.weight", "fc1.weight", "a₁")) and "a₀" not in stored
+    assert "x" in rest and "y" in rest
+
+
 def test_the_pictures_show_the_network_of_the_page_and_can_be_read_aloud(monkeypatch):
     pictures = load(ROOT / "docs" / "pictures.py", monkeypatch)
     page = (ROOT / "docs" / "how.md").read_text()
@@ -62,3 +134,34 @@ def test_the_pictures_show_the_network_of_the_page_and_can_be_read_aloud(monkeyp
         assert f"](pictures/{picture.name})" in page
         tags = {element.tag.rpartition("}")[2]: element.text for element in ElementTree.parse(picture).getroot()}
         assert tags["title"] and tags["desc"]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site; a page, a link or an anchor that is not there ends the build."""
+    pytest.importorskip("material")
+    pytest.importorskip("mkdocstrings")
+    out = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", out]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+def test_no_page_of_the_site_asks_the_network_for_anything(site):
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 15
+    loads = re.compile(
+        r"<(?:script|img|source|iframe)\b[^>]*\bsrc=[\"']?([^\"'\s>]+)|<link\b[^>]*\bhref=[\"']?([^\"'\s>]+)"
+    )
+    for page in pages:
+        for match in loads.finditer(page.read_text()):
+            assert not re.match(r"(https?:)?//", match[1] or match[2]), (page.name, match[0])
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"(url\(|@import)\s*[\"']?(https?:)?//", sheet.read_text()), sheet.name
+
+
+def test_the_reference_shows_every_public_name(site):
+    page = (site / "api.html").read_text()
+    for name in set(unsum.__all__) - {"errors", "testing"}:
+        assert re.search(rf'id="unsum\.[\w.]*\b{name}"', page), name

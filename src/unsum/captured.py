@@ -44,6 +44,16 @@ class Captured:
 
     `got["fc1:input"]` is the value of the one call; `got.calls("fc1:input")` has one for each call; `got.items()` goes
     over everything under concrete names; `got.trace()` tells the order in which it all came.
+
+    Examples:
+        >>> import torch, unsum
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU())
+        >>> with unsum.capture(model, "*:output") as got:
+        ...     _ = model(torch.ones(4, 3))
+        >>> got["0:output"].shape, len(got.calls("0:output"))
+        (torch.Size([4, 2]), 1)
+        >>> got.keys()
+        ['0:output', '1:output']
     """
 
     def __init__(self, flow: Flow) -> None:

@@ -29,7 +29,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Checked:
-    """What a check has found. Print it for the table."""
+    """What a check has found. Print it for the table.
+
+    Examples:
+        >>> import torch, unsum
+        >>> found = unsum.check(torch.nn.Linear(3, 1), lambda m, x: m(x).square().sum(1), torch.randn(4, 3))
+        >>> found.ok, found.worst.error < 1e-4
+        (True, True)
+    """
 
     rows: list[Row]
     tolerance: float

@@ -10,6 +10,16 @@ UnsumError
 └── UnsupportedError     something that unsum refuses by name rather than get it wrong
 
 A message says what, where, which choices there are, and what to do.
+
+Examples:
+    >>> import torch, unsum
+    >>> try:
+    ...     with unsum.capture(torch.nn.Linear(3, 2), "fc:output"):
+    ...         pass
+    ... except unsum.errors.SiteError as error:
+    ...     print(error)
+    no site 'fc:output' in Linear.
+      list them: unsum.sites(model); a tensor named with unsum.mark: capture(None, ...)
 """
 
 

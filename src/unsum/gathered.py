@@ -34,7 +34,18 @@ class Group:
 
 class Gradients:
     """The gradients by sample so far: `g[name]` for one parameter, `g.norms()` and the like for all, `g[reducer]` for
-    what a reducer has made of them."""
+    what a reducer has made of them. What is added over parameters (`norms`, `sq_norms`, `dot`) is float64.
+
+    Examples:
+        >>> import torch, unsum
+        >>> model = torch.nn.Linear(3, 2)
+        >>> with unsum.gradients(model) as g:
+        ...     model(torch.ones(4, 3)).sum().backward()
+        >>> g["bias"].per_sample().shape, g.norms().shape, g.dot(g).shape
+        (torch.Size([4, 2]), torch.Size([4]), torch.Size([4, 4]))
+        >>> g.ids.tolist(), "bias" in g
+        ([0, 1, 2, 3], True)
+    """
 
     def __init__(
         self, names: Names, params: str, samples: Samples, reducers: Sequence[Reducer] = (), *, keep: bool = True

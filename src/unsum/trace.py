@@ -14,7 +14,15 @@ from unsum.timeline import timeline
 
 @dataclass(frozen=True)
 class Event:
-    """One firing of one site."""
+    """One firing of one site.
+
+    Examples:
+        >>> event = Event("fc:grad_output", call=0, backward=1, shape=(4, 2), dtype=torch.float32)
+        >>> event.direction
+        'backward'
+        >>> print(event)
+        fc:grad_output  (4, 2)  float32  backward 1, call 0
+    """
 
     site: str
     call: int
@@ -32,7 +40,17 @@ class Event:
 
 
 class Trace(Sequence[Event]):
-    """The events of a capture, oldest first. `print` it for one line an event; it draws itself in a notebook."""
+    """The events of a capture, oldest first. `print` it for one line an event; it draws itself in a notebook.
+
+    Examples:
+        >>> import unsum
+        >>> model = torch.nn.Linear(3, 2)
+        >>> with unsum.capture(model, ":input", ":grad_output") as got:
+        ...     model(torch.ones(4, 3)).sum().backward()
+        >>> print(got.trace())
+        :input        (4, 3)  float32  forward, call 0
+        :grad_output  (4, 2)  float32  backward 1, call 0
+    """
 
     def __init__(self, events: Sequence[Event]) -> None:
         self._events = tuple(events)

@@ -21,7 +21,18 @@ Index = int | slice | range | Sequence[int] | Sequence[bool] | Tensor
 
 @dataclass(frozen=True)
 class Verb:
-    """An edit with a name. Call it with a tensor, or hand it to `unsum.edit`."""
+    """An edit with a name. Call it with a tensor, or hand it to `unsum.edit`.
+
+    Examples:
+        >>> import unsum
+        >>> verb = unsum.scale(2.0)
+        >>> verb(torch.ones(2))
+        tensor([2., 2.])
+        >>> model = torch.nn.Identity()
+        >>> with unsum.edit(model, {":output": verb}):
+        ...     model(torch.ones(2))
+        tensor([2., 2.])
+    """
 
     name: str
     function: Callable[[Tensor], Tensor]

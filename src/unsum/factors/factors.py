@@ -38,7 +38,21 @@ class Share:
 
 
 class Factors:
-    """The gradients of one parameter, by sample. Nothing is multiplied out unless a read needs it."""
+    """The gradients of one parameter, by sample. Nothing is multiplied out unless a read needs it.
+
+    Examples:
+        >>> import torch, unsum
+        >>> model = torch.nn.Linear(3, 2)
+        >>> with unsum.gradients(model) as g:
+        ...     model(torch.ones(4, 5, 3)).sum().backward()
+        >>> f = g["weight"]
+        >>> f.per_sample().shape, f.per_token().shape
+        (torch.Size([4, 2, 3]), torch.Size([4, 5, 2, 3]))
+        >>> f.a.shape, f.delta.shape  # the two factors, before the sum
+        (torch.Size([4, 5, 3]), torch.Size([4, 5, 2]))
+        >>> torch.equal(f.sum() + f.shared(), model.weight.grad)
+        True
+    """
 
     def __init__(self, name: str, parameter: Tensor, shares: Sequence[Share], shared: Tensor | None = None) -> None:
         self.name = name

@@ -1,0 +1,38 @@
+"""Pictures that the pages' own code draws: `picture = unsum.draw(...)` in a block, and the image after it in the text.
+
+`python docs/drawn.py` draws them again into `docs/drawn/`; a test compares.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+PAGES = (DOCS / "hooks.md", DOCS.parent / "README.md")
+_BLOCK_OR_IMAGE = re.compile(r"^```python\n(?P<code>.*?)^```$|\]\((?:docs/)?drawn/(?P<name>\w+\.svg)\)", re.M | re.S)
+
+
+def draw(page: Path) -> dict[str, str]:
+    """{file name: SVG}: the page is run from its top, and each image shows what `picture` was when it came."""
+    found: dict[str, str] = {}
+    names: dict[str, object] = {"__name__": page.stem, "print": lambda *_: None}
+    for match in _BLOCK_OR_IMAGE.finditer(page.read_text(encoding="utf-8")):
+        if match["name"]:
+            found[match["name"]] = names["picture"].svg  # type: ignore[attr-defined]
+        else:
+            exec(match["code"], names)
+    return found
+
+
+def main() -> None:
+    """Draw the pictures of all pages again."""
+    folder = DOCS / "drawn"
+    folder.mkdir(exist_ok=True)
+    for page in PAGES:
+        for name, svg in draw(page).items():
+            (folder / name).write_text(svg, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
