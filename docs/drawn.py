@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 DOCS = Path(__file__).parent
-PAGES = (DOCS / "hooks.md", DOCS.parent / "README.md")
+PAGES = (DOCS / "hooks.md", DOCS / "draw.md", DOCS.parent / "README.md")
 _BLOCK_OR_IMAGE = re.compile(r"^```python\n(?P<code>.*?)^```$|\]\((?:docs/)?drawn/(?P<name>\w+\.svg)\)", re.M | re.S)
 
 

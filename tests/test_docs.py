@@ -100,15 +100,6 @@ def test_the_pictures_are_what_the_engine_does_today(monkeypatch):
     )
 
 
-def test_the_drawings_are_what_draw_makes_today(monkeypatch):
-    drawings = load(ROOT / "docs" / "drawings.py", monkeypatch)
-    assert drawings.draw() == {path.name: path.read_text() for path in (ROOT / "docs" / "drawings").iterdir()}, (
-        "python docs/drawings.py makes them again; look at them before they are committed"
-    )
-    page = (ROOT / "docs" / "draw.md").read_text()
-    assert all(f"](drawings/{name})" in page for name in drawings.draw())
-
-
 def test_the_pictures_of_pages_are_what_their_code_draws(monkeypatch):
     drawn = load(ROOT / "docs" / "drawn.py", monkeypatch)
     found = {name: svg for page in drawn.PAGES for name, svg in drawn.draw(page).items()}

@@ -76,7 +76,16 @@ class BySample:
 
 @dataclass(frozen=True)
 class Report:
-    """A report: where the page is, and what it shows, as data. Print it for a summary."""
+    """A report: where the page is, and what it shows, as data. Print it for a summary.
+
+    Examples:
+        >>> import tempfile, torch, unsum
+        >>> model, x = torch.nn.Linear(3, 1), torch.eye(3)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     made = unsum.report(model, lambda model, x: model(x)[:, 0].square(), x, f"{folder}/report.html")
+        >>> made.norms.shape, made.flags
+        (torch.Size([3]), [])
+    """
 
     path: Path
     title: str
