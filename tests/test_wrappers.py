@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from reference import per_sample_gradients
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -65,6 +66,14 @@ def test_a_compiled_model_shows_what_flows(how, before):
     with unsum.edit(model, {"0:output": unsum.zero()}):
         edited = run(x)
     assert torch.equal(edited, plain[2](torch.zeros(3, 4)))
+    each = per_sample_gradients(plain, lambda model, x: model(x).square().sum(), x)
+    for reducers in ((), (unsum.Norms(),), (unsum.Norms(),)):
+        model.zero_grad()
+        with unsum.gradients(run if isinstance(run, nn.Module) else model, *reducers) as g:
+            run(x).square().sum().backward()
+        for name, wanted in each.items():
+            squares = g[unsum.Norms].by_parameter()[name] if reducers else g[name].sq_norms()
+            torch.testing.assert_close(squares.double(), wanted.flatten(1).square().sum(1), rtol=1e-4, atol=1e-5)
     # After the block the compiled code is in force again, and knows nothing of the edit.
     torch.testing.assert_close(run(x), plain(x))
     torch._dynamo.reset()

@@ -324,12 +324,6 @@ class GradientsBlock:
 
 def _refuse(names: Names) -> None:
     """Models of which no sample's gradient can be told."""
-    wrappers = ((name, inner) for name, outer in names.wrapped.items() for inner in outer.modules())
-    for name, module in (*names.modules.items(), *wrappers):
-        if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
-            raise UnsupportedError(
-                f"{name or 'the model'} is a compiled model, one opaque node: gradients by sample need the model itself"
-            )
     for name, parameter in names.parameters.items():
         if type(parameter).__name__ == "DTensor":
             raise UnsupportedError(

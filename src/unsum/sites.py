@@ -120,9 +120,6 @@ class Names:
         self.modules: dict[str, nn.Module] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self.owners: dict[str, str] = {}  # parameter -> module
-        self.wrapped: dict[str, nn.Module] = {}  # what is wrapped, still in its wrapper
-        if self.model is not model:
-            self.wrapped[""] = model
         self._add(self.model, "", set())
 
     def _add(self, module: nn.Module, name: str, above: set[nn.Module]) -> None:
@@ -134,10 +131,7 @@ class Names:
         above.add(module)
         for key, child in module._modules.items():
             if child is not None and child not in above:
-                inner, full = unwrapped(child), f"{name}.{key}" if name else key
-                if inner is not child:
-                    self.wrapped[full] = child
-                self._add(inner, full, above)
+                self._add(unwrapped(child), f"{name}.{key}" if name else key, above)
         above.remove(module)
 
     def find(self, site: Site) -> dict[str, nn.Module] | dict[str, nn.Parameter]:

@@ -77,6 +77,9 @@ class Intake:
         key = id(parameter)
         if key not in self._names:
             return
+        if self._is_alone(key):
+            self._norms_of(key, meetings, kind)
+            return
         self.kinds.setdefault(key, []).append(kind)
         self.meetings.setdefault(key, {}).update(meetings)
         self._came[key] = self._came.get(key, 0) + 1
@@ -120,12 +123,26 @@ class Intake:
         parts += [self.nobodys[key]] if key in self.nobodys else []
         return sum(parts[1:], parts[0]) if parts else None
 
-    def _waits(self, key: int) -> bool:
-        """Whether a parameter's factors wait for others of their shape."""
-        name, parameter, kinds = self._names[key], self._wanted[key], self.kinds[key]
-        if self._pool is None or len(kinds) != 1:
-            return False
-        return self._pool.add(name, parameter, kinds[0], wants_sum=name in self._skipped)
+    def _is_alone(self, key: int) -> bool:
+        """Whether norms are all that is wanted of a parameter, and its factors come once."""
+        name = self._names[key]
+        return self._pool is not None and self._plan.expected.get(name) == 1 and name not in self._plan.late
+
+    def _norms_of(self, key: int, meetings: Mapping[Meeting, None], kind: Kind) -> None:
+        """The short way: nothing is held."""
+        name, parameter, norms = self._names[key], self._wanted[key], self._reducers[0]
+        assert self._pool is not None and isinstance(norms, Norms)
+        self._done.add(key)
+        self.meetings[key] = dict(meetings)
+        wants_sum = name in self._skipped
+        if self._pool.add(name, parameter, kind, wants_sum=wants_sum):
+            return
+        if wants_sum:
+            sq, summed = kind.norms_and_sum()
+            self._deliver([parameter], [summed])
+        else:
+            sq = kind.sq_norms()
+        norms.put(name, self._scaled(sq))
 
     def _scaled(self, sq_norms: Tensor) -> Tensor:
         return sq_norms if self._scale is None else sq_norms * self._scale**2
@@ -133,9 +150,6 @@ class Intake:
     def _complete(self, key: int) -> None:
         self._done.add(key)
         name, parameter = self._names[key], self._wanted[key]
-        if self._waits(key):
-            del self.kinds[key]
-            return
         share = Share(self.n, self.kinds[key], self._scale)
         summed: Tensor | None = None
         factors = Factors(name, parameter, [share])
