@@ -36,14 +36,19 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A small GPT: embeddings, residual blocks, a head over the vocabulary."""
 
-    def __init__(self, *, width: int, length: int, depth: int = 12, heads: int = 4, vocabulary: int = 256) -> None:
+    def __init__(
+        self, *, width: int, length: int, depth: int = 12, heads: int = 4, vocabulary: int = 256, tied: bool = False
+    ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=not tied)
+        if tied:
+            self.head.weight = self.tokens.weight
 
     def embed(self, x: Tensor) -> Tensor:
-        return self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device).expand_as(x))
+        places = torch.arange(x.shape[1], device=x.device).expand_as(x).contiguous()  # Opacus asks for that
+        return self.tokens(x) + self.positions(places)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
@@ -101,3 +106,41 @@ class RecurrentLM(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.rnn(self.tokens(x))[0])
+
+
+class Bottleneck(nn.Module):
+    """Three convolutions and a way round them, as in ResNet-50."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.conv1, self.norm1 = nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv3, self.norm3 = nn.Conv2d(width, outputs, 1, bias=False), nn.BatchNorm2d(outputs)
+        same = stride == 1 and inputs == outputs
+        self.round = (
+            None if same else nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.norm1(self.conv1(x)))
+        h = self.norm3(self.conv3(F.relu(self.norm2(self.conv2(h)))))
+        return F.relu(h + (x if self.round is None else self.round(x)))
+
+
+class ResNet50(nn.Module):
+    """ResNet-50."""
+
+    def __init__(self, classes: int = 1000) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64)
+        blocks, inputs = [], 64
+        for width, count, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
+            for k in range(count):
+                blocks.append(Bottleneck(inputs, width, stride if k == 0 else 1))
+                inputs = 4 * width
+        self.blocks, self.head = nn.Sequential(*blocks), nn.Linear(2048, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.max_pool2d(F.relu(self.norm(self.stem(x))), 3, 2, 1)
+        return self.head(self.blocks(h).mean((2, 3)))

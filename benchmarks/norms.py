@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import ctypes
+import functools
 import gc
 import importlib.util
 import json
@@ -224,11 +225,12 @@ def peak_of(make: Callable[[str], Any], way: str) -> int:
     return status("VmHWM") - before
 
 
-def memory(way: Way, x: Tensor, y: Tensor) -> int:
+def memory_of(step: Callable[[], Any], model: nn.Module) -> int:
+    """Bytes on the GPU at the highest point of a step."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    way.model.zero_grad(set_to_none=True)
-    way.step(way.model, x, y)
+    model.zero_grad(set_to_none=True)
+    step()
     return torch.cuda.max_memory_allocated()
 
 
@@ -278,7 +280,7 @@ def run(name: str, make: Callable[[str], Any], *, device: str, dtype: torch.dtyp
         gc.collect()
     gc.enable()
     if device == "cuda":
-        peaks = {way.name: memory(way, x, y) for way in ways}
+        peaks = {way.name: memory_of(functools.partial(way.step, way.model, x, y), way.model) for way in ways}
     elif Path("/proc/self/clear_refs").exists():
         own = {"plain": "plain", "plain, again": "plain", "unsum, Norms": "unsum"}
         peaks = {shown: peak_on_cpu(name, way, torch.get_num_threads()) for shown, way in own.items()}

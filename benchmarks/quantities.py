@@ -1,0 +1,246 @@
+"""What each quantity costs over a plain training step, on a GPU (or, with small models, on a CPU).
+
+    python benchmarks/quantities.py [--device cuda] [--quick] [--json PATH] [--only NAME]
+
+The unit is one training step: forward, loss (a sum over samples), backward. In each repetition every way makes one
+step, in random order, and its time is divided by that of the plain step of the same repetition; shown are the median of
+these ratios, their quartiles, and peak memory over that of the plain step. Each way is checked against plain autograd:
+norms against gradients of one sample at a time, clipped sums against the gradient of a weighted loss, projections
+against the projection of `.grad`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import unsum
+from capture_overhead import machine, now, ratios
+from models import GPT, ResNet50
+from norms import memory_of, truth
+from unsum.factors.factors import projection
+
+Step = Callable[[], Any]
+
+
+def token_losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    logits = model(x)
+    logits = logits.logits if hasattr(logits, "logits") else logits
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), y.flatten(), reduction="none")
+    return losses.view(len(x), -1).sum(1)
+
+
+def class_losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).float(), y, reduction="none")
+
+
+def gpt(batch: int, **options: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        model = GPT(**options)
+        return model, token_losses, *torch.randint(options["vocabulary"], (2, batch, options["length"]))
+
+    return make
+
+
+def resnet(batch: int, size: int) -> Callable[[], Any]:
+    def make() -> Any:
+        model = ResNet50().eval().to(memory_format=torch.channels_last)
+        x = torch.randn(batch, 3, size, size).to(memory_format=torch.channels_last)
+        return model, class_losses, x, torch.randint(1000, (batch,))
+
+    return make
+
+
+def experts(batch: int, length: int, width: int, layers: int) -> Callable[[], Any]:
+    def make() -> Any:
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        config = MixtralConfig(
+            hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, num_attention_heads=8,
+            num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2, vocab_size=8192, use_cache=False,
+            max_position_embeddings=length, attention_dropout=0.0,
+        )  # fmt: skip
+        return MixtralForCausalLM(config).eval(), token_losses, *torch.randint(8192, (2, batch, length))
+
+    return make
+
+
+SMALL = {"width": 768, "depth": 12, "heads": 12, "vocabulary": 50304}
+LARGE = {"width": 2048, "depth": 8, "heads": 16, "vocabulary": 32000}
+ALL = ("norms", "clipped", "projected", "tokens", "dots", "captured")
+MODELS: dict[str, dict[str, tuple[Callable[[], Any], tuple[str, ...]]]] = {
+    "cuda": {
+        "GPT-2 small shape B=16 T=1024": (gpt(16, length=1024, **SMALL), ALL),
+        "GPT L=8 d=2048 B=8 T=2048": (gpt(8, length=2048, **LARGE), ALL),
+        "GPT-2 small shape, tied": (gpt(16, length=1024, tied=True, **SMALL), ("norms",)),
+        "launch-bound: GPT-2 small shape B=8 T=128": (gpt(8, length=128, **SMALL), ("norms",)),
+        "ResNet-50 224×224 B=64, channels last, eval": (resnet(64, 224), ("norms",)),
+        "experts: Mixtral-like, 8 of d=1024, 4 layers, B=8 T=512": (experts(8, 512, 1024, 4), ("norms",)),
+    },
+    "cpu": {
+        "GPT L=2 d=128 T=64 B=8": (gpt(8, width=128, depth=2, heads=4, vocabulary=500, length=64), ALL),
+        "ResNet-50 64×64 B=4, eval": (resnet(4, 64), ("norms",)),
+        "experts: Mixtral-like, 8 of d=128, 2 layers, B=4 T=64": (experts(4, 64, 128, 2), ("norms",)),
+    },
+}
+
+
+def clip(norms: Tensor) -> Tensor:
+    return (norms.median() / norms).clamp_max(1.0)
+
+
+def ways_of(model: nn.Module, losses: Any, x: Tensor, y: Tensor, names: tuple[str, ...]) -> dict[str, Step]:
+    def block(*reducers: Any, **options: Any) -> Any:
+        with unsum.gradients(model, *reducers, **options) as g:
+            losses(model, x, y).sum().backward()
+        return g
+
+    def captured() -> Any:
+        with unsum.capture(model, (nn.Linear, "input"), (nn.Linear, "grad_output"), keep="alias") as got:
+            losses(model, x, y).sum().backward()
+        return got
+
+    def frozen() -> None:
+        for p in model.parameters():
+            p.requires_grad_(p is first)
+        losses(model, x, y).sum().backward()
+        for p in model.parameters():
+            p.requires_grad_(True)
+
+    first = next(model.parameters())
+    possible: dict[str, Step] = {
+        "norms": lambda: block(unsum.Norms())[unsum.Norms].sq_norms(),
+        "clipped": lambda: block(unsum.WeightedSum(clip), grad=False)[unsum.WeightedSum].sum(),
+        "projected": lambda: block(unsum.Project(k=16), grad=False)[unsum.Project].by_parameter(),
+        "tokens": lambda: block(unsum.TokenNorms())[unsum.TokenNorms].norms(),
+        "dots": lambda: (lambda g: g.dot(g))(block(grad=False)),
+        "captured": captured,
+    }
+    plain = lambda: losses(model, x, y).sum().backward()
+    chosen = {"plain": plain, "plain, again": plain} | {name: possible[name] for name in names}
+    return chosen | ({"plain, weights frozen": frozen} if "projected" in names else {})
+
+
+def checked(name: str, step: Step, model: nn.Module, losses: Any, x: Tensor, y: Tensor) -> str:
+    """How far a way's result is from what plain autograd gives, relative."""
+    model.zero_grad(set_to_none=True)
+    found = step()
+    if name == "norms":
+        wanted = truth(model, lambda m, x, y: losses(m, x, y).sum(), x, y, 4)
+        off = (found[:4].float() / wanted.float() - 1).abs().max()
+    elif name == "clipped":
+        with unsum.gradients(model, unsum.Norms(), grad=False) as g:
+            losses(model, x, y).sum().backward()
+        w = clip(g[unsum.Norms].norms())
+        model.zero_grad(set_to_none=True)
+        (losses(model, x, y) * w.to(x.device)).sum().backward()
+        off = _furthest({n: (found[n], p.grad) for n, p in model.named_parameters()})
+    elif name == "projected":
+        model.zero_grad(set_to_none=True)
+        losses(model, x, y).sum().backward()
+        pairs = {}
+        for n, p in model.named_parameters():
+            if p.dim() == 2:
+                left, right = (m.to(p.device) for m in projection(n, 0, 16, p.shape[0], p.shape[1]))
+                pairs[n] = (found[n].float().sum(0), (left @ p.grad.float() @ right).flatten())
+        off = _furthest(pairs)
+    elif name == "dots":
+        wanted = truth(model, lambda m, x, y: losses(m, x, y).sum(), x, y, 4)
+        off = (found.diagonal()[:4].float() / wanted.float() - 1).abs().max()
+    else:
+        return "-"
+    loose = 0.05 if next(model.parameters()).dtype == torch.bfloat16 else 1e-3
+    return f"{'off' if off < loose else 'WRONG'} by {float(off):.0e}"
+
+
+def _furthest(pairs: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
+    scale = max(b.float().norm() for _, b in pairs.values())
+    return max((a.float() - b.float()).norm() / scale for a, b in pairs.values())
+
+
+def run(name: str, make: Callable[[], Any], names: tuple[str, ...], *, device: str, seconds: float) -> dict[str, Any]:
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model, losses, x, y = make()
+    model = model.to(device, dtype)
+    x, y = (t.to(device, dtype) if t.is_floating_point() else t.to(device) for t in (x, y))
+    ways = ways_of(model, losses, x, y, names)
+    results = {key: checked(key, step, model, losses, x, y) for key, step in ways.items()}
+    for step in ways.values():
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            step()
+    times: dict[str, list[float]] = {key: [] for key in ways}
+    gc.collect()
+    gc.freeze()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times["plain"]) < 5:
+        for key in random.sample(list(ways), len(ways)):
+            model.zero_grad(set_to_none=True)
+            start = now(device)
+            ways[key]()
+            times[key].append(now(device) - start)
+    peaks = {key: memory_of(step, model) for key, step in ways.items()} if device == "cuda" else {}
+    rows = []
+    for key in ways:
+        row = {"way": key, "ms": round(1e3 * statistics.median(times[key]), 2),
+               "to_plain": ratios(times, key, "plain"), "checked": results[key]}  # fmt: skip
+        if peaks:
+            row["memory"] = round(peaks[key] / peaks["plain"], 3)
+        rows.append(row)
+    return {"model": name, "repetitions": len(times["plain"]), "rows": rows}
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [f"{result['model']}; {result['repetitions']} repetitions"]
+    for row in result["rows"]:
+        median, low, high = row["to_plain"].values()
+        peak = f"{row['memory']:.2f}" if "memory" in row else ""
+        lines.append(
+            f"  {row['way']:<24}{row['ms']:>9.2f}{median:>9.3f}{low:>8.3f}{high:>8.3f}{peak:>7}  {row['checked']}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write everything there")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--only", default="", help="models whose name contains this")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    random.seed(0)
+    torch.set_num_threads(1)
+    about, results = machine(options.device), []
+    print(", ".join(f"{key} {value}" for key, value in about.items()), end="\n\n")
+    for name, (make, names) in MODELS[options.device].items():
+        if options.only not in name:
+            continue
+        try:
+            results.append(run(name, make, names, device=options.device, seconds=3 if options.quick else 20))
+            print(table(results[-1]), end="\n\n", flush=True)
+        except ImportError as error:
+            print(f"{name}: {error}", flush=True)
+        gc.unfreeze()
+        gc.collect()
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        report = {"machine": about, "device": options.device, "models": results}
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
