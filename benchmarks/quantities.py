@@ -108,7 +108,7 @@ def ways_of(model: nn.Module, losses: Any, x: Tensor, y: Tensor, names: tuple[st
         return g
 
     def captured() -> Any:
-        with unsum.capture(model, (nn.Linear, "input"), (nn.Linear, "grad_output"), keep="alias") as got:
+        with unsum.capture(model, (nn.Linear, "input"), (nn.Linear, "grad_output"), keep="reference") as got:
             losses(model, x, y).sum().backward()
         return got
 

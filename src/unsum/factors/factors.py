@@ -123,10 +123,9 @@ class Factors:
         if prod(self.shape) <= k * k:
             return rows(self.per_sample())
         if len(self.shape) < 2:
-            left, _ = projection(self.name, seed, k * k, prod(self.shape), 1)
-            return rows(self.per_sample()) @ left.to(self._device, self._dtype).T
-        left, right = projection(self.name, seed, k, self.shape[0], prod(self.shape[1:]))
-        left, right = left.to(self._device), right.to(self._device)
+            left, _ = projection(self.name, seed, k * k, prod(self.shape), 1, self._device)
+            return rows(self.per_sample()) @ left.to(self._dtype).T
+        left, right = projection(self.name, seed, k, self.shape[0], prod(self.shape[1:]), self._device)
         parts = []
         for share in self._shares:
             each = [kind.project(left, right).to(self._dtype) for kind in share.kinds]
@@ -194,11 +193,14 @@ class Factors:
 
 
 @lru_cache(maxsize=512)
-def projection(name: str, seed: int, k: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Two random matrices (k, rows) and (columns, k), scaled so that E⟨LGR, LHR⟩ = ⟨G, H⟩."""
+def projection(
+    name: str, seed: int, k: int, rows: int, columns: int, device: torch.device | None = None
+) -> tuple[Tensor, Tensor]:
+    """Two random matrices (k, rows) and (columns, k), scaled so that E⟨LGR, LHR⟩ = ⟨G, H⟩; the same on every device."""
     generator = torch.Generator().manual_seed((zlib.crc32(name.encode()) << 16) + seed)
     left = torch.randn(k, rows, generator=generator, dtype=torch.float32) / k**0.5
-    return left, torch.randn(columns, k, generator=generator, dtype=torch.float32) / k**0.5
+    right = torch.randn(columns, k, generator=generator, dtype=torch.float32) / k**0.5
+    return left.to(device), right.to(device)
 
 
 def _padded(tensors: list[Tensor]) -> list[Tensor]:

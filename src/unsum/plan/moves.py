@@ -122,8 +122,8 @@ def _move(
     rows = layout if arrived is None and isinstance(layout, Regular) else arrived
     if sent is None or rows is None or (isinstance(rows, Regular) and (isinstance(sent, Regular) or rows.dim != 0)):
         return None
-    if isinstance(sent, Regular) and sent.dim != 0:
-        return None
+    if not sent.shape[0] or (isinstance(sent, Regular) and sent.dim != 0):
+        return None  # of no rows, or of which nothing was held
     return Move(here, rows, sent.shape[0], sent if isinstance(sent, Regular) else None)
 
 
