@@ -27,6 +27,8 @@ format: .venv/.dev
 bench: .venv/.bench
 	$(BIN)/python benchmarks/capture_overhead.py --json benchmarks/results/capture_overhead.json
 	$(BIN)/python benchmarks/norms.py --json benchmarks/results/norms_cpu.json
+	$(BIN)/python benchmarks/norms.py --threads 2 --json benchmarks/results/norms_cpu_two_threads.json
+	$(BIN)/python benchmarks/growth.py --json benchmarks/results/growth_cpu.json
 	$(BIN)/python benchmarks/tables.py
 
 tune: .venv/.core

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from chart import chart
+
 ROOT = Path(__file__).parent
 PAGE = ROOT.parent / "docs" / "cost.md"
 BEGIN, END = "<!-- made by benchmarks/tables.py -->\n", "<!-- end -->\n"
@@ -54,7 +56,53 @@ def norms(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-TABLES = {"capture_overhead": capture_overhead, "norms_cpu": norms, "norms_cuda": norms}
+def growth(result: dict[str, Any]) -> str:
+    about = ", ".join(f"{key} {value}" for key, value in (result["machine"] | result["model"]).items()) + "."
+    device, lines = result["device"], [about, ""]
+    for what, axis in (("samples", "B"), ("tokens", "T")):
+        lines += [
+            f"![norms over a plain step, growing with {what}](growth/{device}_{what}.svg)",
+            "",
+            "| B | T | plain, µs per sample | with norms | to a plain step | quartiles |",
+            "|---|---|---|---|---|---|",
+        ]
+        for row in result[what]:
+            ratio, each = row["to_plain"], row["us_per_sample"]
+            spread = f"{ratio['low']:.2f}, {ratio['high']:.2f}"
+            times = f"{each['plain']:.0f} | {each['norms']:.0f} | {ratio['median']:.2f}×"
+            lines.append(f"| {row['B']} | {row['T']} | {times} | {spread} |")
+        lines.append("")
+        points = [(row[axis], row["to_plain"]["median"]) for row in result[what]]
+        title = f"Norms over a plain step, {'CPU' if device == 'cpu' else 'GPU'}: growing with {axis}"
+        folder = PAGE.parent / "growth"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{device}_{what}.svg").write_text(chart(title, axis, points, 1.5), encoding="utf-8")
+    return "\n".join(lines)
+
+
+def quantities(result: dict[str, Any]) -> str:
+    lines = [", ".join(f"{key} {value}" for key, value in result["machine"].items()) + ".", ""]
+    for model in result["models"]:
+        lines += [f"**{model['model']}**", "", "| way | to a plain step | quartiles | peak memory | checked |"]
+        lines.append("|---|---|---|---|---|")
+        for row in model["rows"]:
+            ratio = row["to_plain"]
+            spread = f"{ratio['low']:.2f}, {ratio['high']:.2f}"
+            peak = f"{row['memory']:.2f}×" if "memory" in row else ""
+            lines.append(f"| {row['way']} | {ratio['median']:.2f}× | {spread} | {peak} | {row['checked']} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+TABLES = {
+    "capture_overhead": capture_overhead,
+    "norms_cpu": norms,
+    "norms_cpu_two_threads": norms,
+    "norms_cuda": norms,
+    "quantities_cuda": quantities,
+    "growth_cpu": growth,
+    "growth_cuda": growth,
+}
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import unsum
 from test_gradients import IDS, IMAGES, NETS, SEQUENCES, Adapted, D, Experts, N, T, mlp, scalar
 from unsum.errors import InteractionError, SamplesError, UnsupportedError
+from unsum.graph import codes
 from unsum.plan.together import Together
 from unsum.rules.registry import RULES as RULES_OF
 from unsum.testing import laws
@@ -421,6 +422,25 @@ def test_rows_that_go_elsewhere_in_every_batch_need_no_new_plan(monkeypatch):
             with unsum.gradients(model):
                 scalar(model, torch.randn(N, T, D, dtype=torch.float64)).backward()
     assert len(learnt) == 3
+
+
+def test_one_sample_at_a_time_is_learnt_once(monkeypatch):
+    model, learnt = mlp(), []
+    block = sys.modules["unsum.gradients"]
+    learn = block.learn
+    monkeypatch.setattr(block, "learn", lambda *args: learnt.append(1) or learn(*args))
+    for k in range(N):
+        model.zero_grad()
+        with unsum.gradients(model, unsum.Norms()) as g:
+            scalar(model, SEQUENCES[k : k + 1]).backward()
+        wanted = sum(p.grad.square().sum() for p in model.parameters())
+        torch.testing.assert_close(g[unsum.Norms].sq_norms(), wanted[None])
+    assert len(learnt) == 1
+
+
+def test_rows_in_bfloat16_whose_smallest_numbers_are_blurred():
+    owner = torch.tensor([[3, 3, 3, 3, -2, 3, 3, 3], [1, 1, -2, -2, -2, 1, 1, 1], [0, 1, -2, 0, 0, 0, 0, 0]])
+    assert codes._by_rows(owner).tolist() == [[3] * 8, owner[1].tolist(), owner[2].tolist()]
 
 
 def test_another_loss_after_a_forward_that_is_known(caplog):

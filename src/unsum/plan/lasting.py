@@ -28,10 +28,12 @@ _PRODUCTS = {"MmBackward0": (0, 1), "BmmBackward0": (0, 1), "AddmmBackward0": (1
 
 
 def lasting(
-    nodes: Sequence[Node], swept: Swept, place: Mapping[Node, int], mixed: set[Node]
+    nodes: Sequence[Node], swept: Swept, n: int, place: Mapping[Node, int], mixed: set[Node]
 ) -> tuple[tuple[Indices, ...], Moves] | None:
     """The numbers that must be the same for a plan to hold again, and those that may be others; None if it may never be
     used again."""
+    if n == 1:  # then all that has an owner is that sample's
+        return (), Moves()
     if swept.is_fragile:
         return None
     moves = find(nodes, swept.owners)

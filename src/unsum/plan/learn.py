@@ -152,7 +152,7 @@ def _plan(
             mixed.add(node)
     owned = {place[node]: owners for node, owners in swept.owners.items() if owners is not None and leads_to_one(node)}
     beside = [node for node in cut.loss if (node not in cut.on_data or is_penalty(node)) and leads_to_one(node)]
-    holds = find_lasting(nodes, swept, place, mixed) if lasting and not swept.hidden else None
+    holds = find_lasting(nodes, swept, n, place, mixed) if lasting and not swept.hidden else None
     modules = {place: setting.module_of(nodes[place]._sequence_nr()) for place in owned}
     ruled = {} if audit is None else rule_routes(audit, place, owned, modules, mixed, n, setting.names)
     ways = routes(nodes, swept, mixed, beside, setting.names, audit)
