@@ -92,14 +92,9 @@ class GradientsBlock:
         self._scale: Tensor | float | None = None
         self._unscale: Tensor | float | None = None
         self._calls: frozenset[int] = frozenset()
-        self._handles: list[hooks.Handle] = []
-        for module, name in {module: name for name, module in reversed(self._names.modules.items())}.items():
-            self._handles += hooks.on_call(
-                module,
-                lambda args, kwargs, name=name, module=module: self._before(name, module, args, kwargs),  # type: ignore[misc]
-                lambda output: self._after(output),
-            )
+        self._named = {module: name for name, module in reversed(self._names.modules.items())}
         self._blocks = hooks.open_block(self)
+        self._watchers = hooks.on_calls(self)
         self._forward.open()
         return self._found
 
@@ -108,9 +103,7 @@ class GradientsBlock:
     ) -> None:
         self._forward.close()
         hooks.close_block(self, self._blocks)
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        hooks.off_calls(self, self._watchers)
         self._open = False
 
     def mark(self, tensor: Tensor) -> None:
@@ -129,14 +122,18 @@ class GradientsBlock:
         # In a backward, a checkpoint runs its forward again: that is not a new call.
         return bool(self._learning or self._forward.trying or self._adding or self not in hooks.here())
 
-    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self._is_deaf():
-            self._forward.before(name, module, args, kwargs)
+    def before_call(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        if self._forward.passes:  # inside a call that is known
+            return False
+        name = self._named.get(module)
+        if name is None or self._is_deaf():
+            return False
+        self._forward.before(name, module, args, kwargs)
+        return True
 
-    def _after(self, output: Any) -> None:
-        if not self._is_deaf():
-            self._forward.after(output)
-            self._found.forwards = self._forward.calls
+    def after_call(self, output: Any) -> None:
+        self._forward.after(output)
+        self._found.forwards = self._forward.calls
 
     # ---- backward -------------------------------------------------------------------------------------------------
 

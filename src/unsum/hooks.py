@@ -105,6 +105,64 @@ def on_call(module: nn.Module, before: Callable[..., Any], after: Callable[..., 
     ]
 
 
+class Watcher(Protocol):
+    """Something open that wants to know of calls of modules."""
+
+    def before_call(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Whether the end of this call is wanted as well."""
+        ...
+
+    def after_call(self, output: Any) -> None:
+        """A call is over; None if it raised."""
+        ...
+
+
+def on_calls(watcher: Watcher) -> list[Watcher]:
+    """Tell the watcher of all calls of modules in this thread. No hooks: they would cost more than the watching, on
+    every module, in every call. Returns the list to hand to `off_calls`."""
+    if not hasattr(_local, "watchers"):
+        _local.watchers = []
+    watchers: list[Watcher] = _local.watchers
+    watchers.append(watcher)
+    with _lock:
+        _watching.append(watcher)
+        if len(_watching) == 1:
+            nn.Module.__call__ = _watched  # type: ignore[method-assign]
+    return watchers
+
+
+def off_calls(watcher: Watcher, watchers: list[Watcher]) -> None:
+    """Undo `on_calls`, from any thread and in any order."""
+    watchers.remove(watcher)
+    with _lock:
+        _watching.remove(watcher)
+        if not _watching and nn.Module.__call__ is _watched:
+            nn.Module.__call__ = _call  # type: ignore[method-assign]
+
+
+_watching: list[Watcher] = []  # in all threads
+_call = nn.Module.__call__
+
+
+def _watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    watchers = _local.__dict__.get("watchers")
+    if not watchers:
+        return _call(self, *args, **kwargs)
+    begun: list[Watcher] = []
+    try:
+        for watcher in watchers:
+            if watcher.before_call(self, args, kwargs):
+                begun.append(watcher)
+        output = _call(self, *args, **kwargs)
+    except BaseException:
+        for watcher in reversed(begun):
+            watcher.after_call(None)
+        raise
+    for watcher in reversed(begun):
+        watcher.after_call(output)
+    return output
+
+
 def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None], *, first: bool = False) -> Handle:
     """Call `hook` with the gradient of `tensor`, whenever a backward has computed it; first of all hooks on it."""
     # Reading grad_fn renews the graph of a view that was changed through an alias; without it torch crashes here.

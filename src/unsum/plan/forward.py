@@ -59,6 +59,7 @@ class Forward:
         self._watching = False
         self._seen: Seen | None = None
         self._since: dict[Hashable, Seen] = {}  # the calls since the last backward
+        self.passes = False  # whether calls inside this one need not be told
         self.watched = True  # whether all forwards since the last backward were
         self._n: int | None = None
 
@@ -68,12 +69,14 @@ class Forward:
         self._starts.append((name, torch._C._autograd._get_sequence_nr()))
         if len(self._starts) > 1:
             return
-        self._outer = (module.forward, args, kwargs)
+        # Hooks may change the arguments: then the module is tried with them, else by itself.
+        self._outer = (module if module._forward_pre_hooks else module.forward, args, kwargs)
         given = [tensor for _, tensor in leaves((args, kwargs))]
         kind = self._samples if isinstance(self._samples, sample_maps.Dim) else sample_maps.Ids
         self._key = (name, kind, forward_key(self._modules, self._parameters, given))
         self._seen = known_forward(self._model, self._key)
         self._watch(self._seen is None)
+        self.passes = self._seen is not None
         k = self._samples.k if isinstance(self._samples, sample_maps.Dim) else 0
         self._n = _number(given, k)
         self._shapes = ", ".join(str(tuple(t.shape)) for t in given)
@@ -104,6 +107,7 @@ class Forward:
     def close(self) -> None:
         """Let go of everything."""
         self._watch(False)
+        self.passes = False
         self._known.clear()
         self._spans.clear()
         self._starts.clear()
@@ -125,6 +129,7 @@ class Forward:
 
     def after(self, output: Any) -> None:
         """A module has returned (None if it raised)."""
+        self.passes = False
         if not self._starts:
             return
         name, start = self._starts.pop()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -128,12 +128,13 @@ class Together:
             self._apply(team, same)
 
     def _apply(self, team: _Team, left: list[_Left]) -> None:
+        stacked = self._stack(team, left)
         for k, route in enumerate(team.routes):
             own = [self._plan.routes[each.place][k] for each in left]
             names = [str(route.parameter) for route in own]
             parameters = [self._parameters[name] for name in names]
             wanted = [name in self._skipped for name in names]
-            kind = finished(self._made(team, route, left), parameters[0], turned=route.turned)
+            kind = finished(_made(route, stacked, len(left)), parameters[0], turned=route.turned)
             sq, sums = reduced(kind, len(left), wants_sum=any(wanted))
             if route.meeting not in self._plan.tried:
                 self._try(team, route, left, sq[-1])
@@ -143,28 +144,33 @@ class Together:
                 given = [(p, s) for p, s, w in zip(parameters, sums.unbind(), wanted, strict=True) if w]
                 self._deliver([p for p, _ in given], [s for _, s in given])
 
-    def _made(self, team: _Team, route: Route, left: Sequence[_Left]) -> Kind:
-        """What a rule makes of these meetings, as of one."""
+    def _stack(self, team: _Team, left: Sequence[_Left]) -> Call:
+        """These meetings as one."""
         delta = torch.cat([each.delta for each in left])
         saved = {name: torch.cat([each.saved[k] for each in left]).detach() for k, name in enumerate(team.names)}
-        layout = route.by.layout
-        assert isinstance(layout, Regular)
-        many = Regular(tuple(delta.shape), len(left) * layout.n, 0, layout.block)
-        node = _Stacked(self._nodes[left[0].place], saved)
-        kind = route.rule.make(Call(node, delta, Positions(many, many.n, route.by.lead), route.shape))
-        assert kind is not None
-        return kind
+        first = team.routes[0]
+        return Call(_Stacked(self._nodes[left[0].place], saved), delta, first.by, first.shape)
 
     def _try(self, team: _Team, route: Route, left: Sequence[_Left], found: Tensor) -> None:
         """The first time, compare with the last meeting by itself."""
         self._plan.tried.add(route.meeting)
-        alone = self._made(team, route, left[-1:]).sq_norms()
+        alone = _made(route, self._stack(team, left[-1:]), 1).sq_norms()
         loose = 1e-6 if alone.dtype == torch.float64 else 5e-2
         if not bool(((found - alone).norm() <= loose * alone.norm()) | ~alone.isfinite().all()):
             raise UnsupportedError(
                 f"the rule {route.rule.name} does not give the same for layers together as for each: its rows= names "
                 "saved tensors whose first dimension is not that of the gradient"
             )
+
+
+def _made(route: Route, stacked: Call, layers: int) -> Kind:
+    """What a rule makes of meetings as of one."""
+    layout = route.by.layout
+    assert isinstance(layout, Regular)
+    many = Regular(tuple(stacked.delta.shape), layers * layout.n, 0, layout.block)
+    kind = route.rule.make(replace(stacked, by=Positions(many, many.n, route.by.lead), shape=route.shape))
+    assert kind is not None
+    return kind
 
 
 class _Stacked:
