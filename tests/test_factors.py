@@ -147,6 +147,25 @@ def test_every_read_and_reducer_of_a_rule(name):
     laws(made(make, x), None if name.startswith(("slices", "Conv1D")) else rule)
 
 
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last], ids=["rows last", "channels last"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"stride": 2, "padding": (1, 2)}, {"dilation": 2, "padding": 3}, {"kernel_size": 1, "stride": 2}],
+    ids=str,
+)
+def test_windows_with_channels_last(options, memory):
+    """As on a GPU."""
+    layer = nn.Conv2d(3, 5, bias=False, **({"kernel_size": (3, 2)} | options)).double()
+    x = IMAGES.contiguous(memory_format=memory)
+    truth = per_sample_gradients(layer, scalar, x)["weight"]
+    with unsum.gradients(layer) as g:
+        scalar(layer, x).backward()
+    (kind,) = g["weight"]._shares[0].kinds
+    squares, total = kind._by_rows(want_sum=True)
+    torch.testing.assert_close(squares, truth.flatten(1).square().sum(1))
+    torch.testing.assert_close(total, truth.sum(0))
+
+
 @pytest.mark.parametrize("name", NETS)
 def test_every_read_and_reducer_of_whole_networks(name):
     if name == "complex":

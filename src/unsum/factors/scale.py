@@ -35,15 +35,13 @@ class Scale:
 
     @cached_property
     def _values(self) -> Tensor:
-        wanted = wide(self.dtype or self.delta.dtype)
+        wanted, shape = wide(self.dtype or self.delta.dtype), (self.n, *self.shape)
         if self.summed is not None:
-            summed = self.summed().to(wanted)
-        else:
-            summed = (self.delta if self.x is None else self.delta * self.x()).sum(1, dtype=wanted)
-        wanted_shape = (self.n, *self.shape)
-        if tuple(summed.shape) == wanted_shape:
-            return summed
-        return summed.sum_to_size(self._broadcast()).reshape(wanted_shape)
+            return self.summed().to(wanted).sum_to_size(self._broadcast()).reshape(shape)
+        each = self.delta if self.x is None else self.delta * self.x()
+        kept = self._broadcast()
+        over = [1, *(d + 1 for d in range(1, len(kept)) if kept[d] == 1 != each.shape[d + 1])]  # in one pass
+        return each.sum(over, dtype=wanted).reshape(shape)
 
     def _broadcast(self) -> tuple[int, ...]:
         over = self.shape if self.over is None else self.over

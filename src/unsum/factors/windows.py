@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unsum.factors.outer import Outer
-from unsum.kernels import costs
+from unsum.kernels import costs, product
 from unsum.kernels.product import Way, wide
 
 
@@ -107,7 +107,33 @@ class Windows:
         sq, total = self._reduced(want_sum=True)
         return sq, self.sum() if total is None else total
 
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """(n, places, kernel·channels) and (n, places, o): windows, channels last, as a GPU reads them best."""
+        (n, t), geometry = self.x.shape[:2], self.geometry
+        x, delta = (tensor.flatten(0, 1).movedim(1, -1) for tensor in (self.x, self.delta))
+        places = tuple(delta.shape[1:-1])
+        padding = [0, 0, *(p for pad in reversed(geometry.padding) for p in (pad, pad))]
+        x = F.pad(x, padding) if any(padding) else x
+        for d, (size, step, apart) in enumerate(
+            zip(geometry.kernel, geometry.stride, geometry.dilation, strict=True), start=1
+        ):
+            x = x.unfold(d, apart * (size - 1) + 1, step)[..., ::apart].narrow(d, 0, places[d - 1])
+        dims = len(places)
+        x = x.permute(*range(dims + 1), *range(dims + 2, 2 * dims + 2), dims + 1)  # m, places, kernel, channels
+        return x.reshape(n, t * prod(places), -1), delta.reshape(n, t * prod(places), -1)
+
+    def _by_rows(self, *, want_sum: bool) -> tuple[Tensor, Tensor | None]:
+        a, delta = self.rows()
+        sq, total = product.norms_and_sum(a, delta, want_sum=want_sum)
+        if total is None:
+            return sq, None
+        o, channels = self.shape[:2]
+        placed = total.view(o, *self.geometry.kernel, channels).movedim(-1, 1)
+        return sq, placed
+
     def _reduced(self, *, want_sum: bool) -> tuple[Tensor, Tensor | None]:
+        if self.x.is_cuda and not self.turned and self.geometry.groups == 1 and self.way(want_sum=want_sum) != "gram":
+            return self._by_rows(want_sum=want_sum)
         if self.way(want_sum=want_sum) == "gram" or not self._is_for_the_processor():
             return self.outer().norms_and_sum() if want_sum else (self.outer().sq_norms(), None)
         norms, total = [], None
