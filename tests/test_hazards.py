@@ -962,3 +962,41 @@ def test_after_any_exit_the_model_has_exactly_the_users_own_hooks(error):
     steps.close()
     assert hooks() == before
     assert torch.autograd._engine_run_backward is run_backward
+
+
+def test_others_who_replace_the_call_of_modules():
+    """Before a block, inside it and beyond its end: nobody's replacement is lost, and blocks go on to see calls."""
+    model, x, seen = nn.Linear(3, 2), torch.randn(4, 3), []
+    original = nn.Module.__call__
+
+    def wrapped(before):
+        def call(self, *args, **kwargs):
+            seen.append(before)
+            return before(self, *args, **kwargs)
+
+        return call
+
+    def norms():
+        with unsum.gradients(model, unsum.Norms()) as g:
+            model(x).square().sum().backward()
+        return g[unsum.Norms].norms()
+
+    try:
+        first = norms()
+        assert nn.Module.__call__ is original
+        nn.Module.__call__ = outer = wrapped(original)
+        torch.testing.assert_close(norms(), first)
+        assert nn.Module.__call__ is outer and len(seen) == 1
+        with unsum.gradients(model, unsum.Norms()):
+            nn.Module.__call__ = over = wrapped(nn.Module.__call__)
+            model(x).square().sum().backward()
+        assert nn.Module.__call__ is over
+        for _ in range(2):
+            torch.testing.assert_close(norms(), first)
+        nn.Module.__call__ = outer
+        torch.testing.assert_close(norms(), first)
+        assert nn.Module.__call__ is outer
+    finally:
+        nn.Module.__call__ = original
+    torch.testing.assert_close(norms(), first)
+    assert nn.Module.__call__ is original

@@ -126,7 +126,9 @@ def on_calls(watcher: Watcher) -> list[Watcher]:
     watchers.append(watcher)
     with _lock:
         _watching.append(watcher)
-        if len(_watching) == 1:
+        present = nn.Module.__call__
+        if not _calls or present is _calls[0]:  # else ours is there, or below what somebody has put over it
+            _calls[:] = [present]
             nn.Module.__call__ = _watched  # type: ignore[method-assign]
     return watchers
 
@@ -136,24 +138,24 @@ def off_calls(watcher: Watcher, watchers: list[Watcher]) -> None:
     watchers.remove(watcher)
     with _lock:
         _watching.remove(watcher)
-        if not _watching and nn.Module.__call__ is _watched:
-            nn.Module.__call__ = _call  # type: ignore[method-assign]
+        if not _watching and nn.Module.__call__ is _watched:  # else somebody has put his own over it since
+            nn.Module.__call__ = _calls.pop()  # type: ignore[method-assign]
 
 
 _watching: list[Watcher] = []  # in all threads
-_call = nn.Module.__call__
+_calls: list[Callable[..., Any]] = []  # what was there before, if ours is there
 
 
 def _watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    watchers = _local.__dict__.get("watchers")
+    watchers, call = _local.__dict__.get("watchers"), _calls[0]
     if not watchers:
-        return _call(self, *args, **kwargs)
+        return call(self, *args, **kwargs)
     begun: list[Watcher] = []
     try:
         for watcher in watchers:
             if watcher.before_call(self, args, kwargs):
                 begun.append(watcher)
-        output = _call(self, *args, **kwargs)
+        output = call(self, *args, **kwargs)
     except BaseException:
         for watcher in reversed(begun):
             watcher.after_call(None)
