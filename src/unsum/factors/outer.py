@@ -88,7 +88,7 @@ class Outer:
         """(n, t): |δ|²·|a|² of each position."""
         square = lambda x: torch.linalg.vector_norm(x, dim=-1, dtype=wide(x.dtype)).square()
         each = square(self.a) * square(self.delta)
-        return each.unflatten(0, (self.n, self.groups)).sum(1)
+        return each if self.groups == 1 else each.unflatten(0, (self.n, self.groups)).sum(1)
 
     def dot(self, other: Outer) -> Tensor:
         """(n, m): never forms a gradient where that is more work than n·m·t·s·(o + i)."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
 
 from unsum.factors.dense import Dense
-from unsum.kernels.product import rows, wide
+from unsum.kernels.product import wide
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +39,7 @@ class Scale:
         wanted, shape = wide(self.dtype or self.delta.dtype), (self.n, *self.shape)
         if self.summed is not None:
             return self.summed().to(wanted).sum_to_size(self._broadcast()).reshape(shape)
-        each = self.delta if self.x is None else self.delta * self.x()
+        each = self._each()
         kept = self._broadcast()
         over = [1, *(d + 1 for d in range(1, len(kept)) if kept[d] == 1 != each.shape[d + 1])]  # in one pass
         return each.sum(over, dtype=wanted).reshape(shape)
@@ -56,17 +57,24 @@ class Scale:
         """(n, *shape)."""
         return self._values
 
+    def _each(self) -> Tensor:
+        return self.delta if self.x is None else self.delta * self.x()
+
     def tokens(self) -> Tensor:
         """(n, t, *shape): the part of each position."""
-        each = self.delta if self.x is None else self.delta * self.x()
+        each = self._each()
         n, t = each.shape[:2]
         _, *rest = self._broadcast()
-        return each.flatten(0, 1).sum_to_size((n * t, *rest)).reshape(n, t, *self.shape).to(self._values.dtype)
+        whole = each.flatten(0, 1).sum_to_size((n * t, *rest)).reshape(n, t, *self.shape)
+        return whole.to(wide(self.dtype or self.delta.dtype))
 
     def token_sq_norms(self) -> Tensor:
         """(n, t)."""
-        tokens = self.tokens()
-        return torch.linalg.vector_norm(rows(tokens.flatten(0, 1)), dim=1).square().view(tokens.shape[:2])
+        wanted = wide(self.dtype or self.delta.dtype)
+        summed_over = self._broadcast()[1:] != tuple(self.delta.shape[2:])
+        each = self.tokens() if summed_over else self._each()
+        flat = each.reshape(*each.shape[:2], prod(each.shape[2:]))
+        return torch.linalg.vector_norm(flat, dim=2, dtype=wanted).square()
 
     def sum(self) -> Tensor:
         """The sum over samples."""
