@@ -14,7 +14,6 @@ from unsum.acted import Acted
 from unsum.coverage import rows, table
 from unsum.errors import OptionError, SamplesError
 from unsum.factors.factors import Factors, Share
-from unsum.factors.total import Kind
 from unsum.plan.intake import Intake
 from unsum.plan.plan import Meeting
 from unsum.reducers import Reducer
@@ -107,7 +106,7 @@ class Gradients:
         """Add what one backward brought, for the samples of these forwards; `scale` multiplies the samples' gradients,
         `unscale` what is nobody's."""
         self.backwards += 1
-        shares = {key: Share(intake.n, kinds, scale, _versions(kinds)) for key, kinds in intake.kinds.items()}
+        shares = {key: Share(intake.n, kinds, scale, intake.versions[key]) for key, kinds in intake.kinds.items()}
         nobodys = {key: value if unscale is None else value * unscale for key, value in intake.nobodys.items()}
         _add(self._groups[calls], Group(intake.n, torch.empty(0), shares, nobodys))
         for key, met in intake.meetings.items():
@@ -222,9 +221,3 @@ def _add(group: Group, new: Group) -> None:
             group.shares[key] = Share(share.n, kinds, None, known.held + share.held)
     for key, value in new.nobodys.items():
         group.nobodys[key] = group.nobodys[key] + value if key in group.nobodys else value
-
-
-def _versions(kinds: Sequence[Kind]) -> list[tuple[Tensor, int]]:
-    """The tensors that the factors refer to, and which version of them."""
-    held = [getattr(kind, name) for kind in kinds for name in ("a", "x", "ids", "delta") if hasattr(kind, name)]
-    return [(t, t._version) for t in held if isinstance(t, Tensor) and not t.is_inference()]

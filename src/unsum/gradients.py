@@ -87,7 +87,7 @@ class GradientsBlock:
         self._intake: Intake | None = None
         self._arrived = Arrived(self._setting.wanted, self._found.by_id)
         self._put_back: list[tuple[nn.Parameter, Tensor | None]] = []
-        self._reached: set[int] | None = None
+        self._before: list[tuple[Any, Any]] = []  # reducers, and what they held before this backward
         self._is_checked = self._is_new = False
         self._scale: Tensor | float | None = None
         self._unscale: Tensor | float | None = None
@@ -157,9 +157,16 @@ class GradientsBlock:
         try:
             return self._begin(call, nodes, plan, again)
         except BaseException:
-            if self._is_new:
-                self._found.drop(self._calls)
+            self._take_back()
             raise
+
+    def _take_back(self) -> None:
+        """A backward has failed: as if it had not begun."""
+        for reducer, held in self._before:
+            reducer.restore(held)
+        self._before = []
+        if self._is_new:
+            self._found.drop(self._calls)
 
     def _begin(self, call: hooks.Backward, nodes: Sequence[Node], plan: Plan, again: bool) -> Sequence[Tensor] | None:
         """Wait at the plan's nodes; say which leaves torch is to bring gradients to, if not to all."""
@@ -168,6 +175,7 @@ class GradientsBlock:
         scale = None if loss_scale is None else 1 / loss_scale
         self._unscale = scale
         self._scale = scale if not options.mean else plan.n * (1 if scale is None else scale)
+        self._before = [(r, r.save()) for r in options.reducers if hasattr(r, "save")]
         for reducer in options.reducers:
             if hasattr(reducer, "select"):
                 reducer.select(self._calls, self._forward.positions)
@@ -175,9 +183,10 @@ class GradientsBlock:
         skipped = self._skipped(call, plan)
         self._intake = Intake(
             plan, self._setting.wanted, self._found.by_id, options.reducers,
-            keep=options.keep, scale=self._scale, check=self._is_checked, skipped=skipped, deliver=self._deliver,
+            keep=options.keep, scale=self._scale, check=self._is_checked, skipped=skipped,
+            only=None if not call.inputs else {id(given) for given in call.inputs if isinstance(given, Tensor)},
+            deliver=self._deliver,
         )  # fmt: skip
-        self._reached = {id(given) for given in call.inputs if isinstance(given, Tensor)} if call.inputs else None
         self._start(plan, nodes)
         if len(call.roots) == 1:
             self.acted.by_plan(nodes[0], plan, len(nodes))
@@ -303,19 +312,19 @@ class GradientsBlock:
         self._put_back = []
         intake, self._intake = self._intake, None
         self._saved.forget()
-        if failed:
-            if intake is not None and self._is_new:
-                self._found.drop(self._calls)
-            return
         if intake is None:
             return  # of another model: nothing was waited for
-        if self._reached is not None:
-            for kept in (intake.kinds, intake.nobodys, intake.meetings):
-                for key in kept.keys() - self._reached:
-                    del kept[key]  # type: ignore[attr-defined]
-        if self._is_checked:
-            self._arrived.check(intake.found)
-        intake.finish()
+        if failed:
+            self._take_back()
+            return
+        try:
+            if self._is_checked:
+                self._arrived.check(intake.found)
+            intake.finish()
+        except BaseException:
+            self._take_back()
+            raise
+        self._before = []
         self._found.take_in(intake, self._calls, self._scale, self._unscale)
 
 
@@ -398,6 +407,11 @@ def gradients(
     for reducer in reducers:
         if not isinstance(reducer, Reducer) or isinstance(reducer, type):
             raise OptionError(f"{reducer!r} is no reducer: give one with begin, take and end, such as unsum.Norms()")
+    if len({id(reducer) for reducer in reducers}) < len(reducers):
+        raise OptionError("the same reducer is given twice: make one for each place")
+    for option, value in (("verify", verify), ("grad", grad), ("keep", keep), ("strict", strict)):
+        if not isinstance(value, bool):
+            raise OptionError(f"{option}={value!r}: True or False")
     if engine not in ("auto", "graph"):
         raise OptionError(f"engine={engine!r}: choose 'auto' or 'graph'")
     if interacting not in ("error", "exact"):

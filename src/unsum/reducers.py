@@ -8,7 +8,7 @@ over; `left` names the parameters that nothing reached.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -41,6 +41,14 @@ class _Reducer:
         self._now = 0  # which group the backward under way belongs to
         self._positions: int | None = None
         self.left_out: list[str] = []
+
+    def save(self) -> dict[str, Any]:
+        """What is held now, for `restore` if the backward that begins fails."""
+        return {name: _copied(value) for name, value in vars(self).items()}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Forget what came since `save`."""
+        vars(self).update(saved)
 
     def select(self, calls: frozenset[int], positions: int | None) -> None:
         """The samples of these forwards have a backward; their input has so many positions, if that is known."""
@@ -75,6 +83,13 @@ class _Reducer:
         order = sorted(range(len(self._sizes)), key=lambda k: min(self._calls[k]))
         found = [parts[k] if k in parts else like.new_zeros(self._sizes[k], *like.shape[1:]) for k in order]
         return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _copied(value: Any) -> Any:
+    """Containers are copied, tensors are not: they are never changed in place here."""
+    if isinstance(value, dict):
+        return {key: _copied(held) for key, held in value.items()}
+    return list(value) if isinstance(value, list) else value
 
 
 class Norms(_Reducer):
@@ -230,8 +245,13 @@ class WeightedSum(_Reducer):
         """The backward is over: if the weights come from the norms, here they are."""
         if not callable(self._w) or not self._held:
             return
-        squares = [factors.sq_norms() for factors in self._held.values()]
-        w = self._w(torch.stack(squares).sum(0).sqrt())
+        squares = torch.stack([factors.sq_norms() for factors in self._held.values()]).sum(0)
+        w = self._w(squares.sqrt())
+        if not isinstance(w, Tensor) or w.shape != squares.shape:
+            what = f"a tensor of shape {tuple(w.shape)}" if isinstance(w, Tensor) else repr(w)
+            raise OptionError(
+                f"WeightedSum: the function of the norms gave {what}, not weights of shape ({len(squares)},)"
+            )
         for name, factors in self._held.items():
             self._add(name, factors, w)
         self._held.clear()
@@ -239,11 +259,13 @@ class WeightedSum(_Reducer):
     def sum(self) -> dict[str, Tensor]:
         """{parameter: Σ w_n G_n}."""
         self._check()
+        if isinstance(self._w, Tensor) and len(self._w) != sum(self._sizes):
+            raise SamplesError(f"WeightedSum: {len(self._w)} weights for {sum(self._sizes)} samples")
         return self._sums
 
 
 class SecondMoment(_Reducer):
-    """Σ_n g_n², number by number: with the sum, the variance of gradients and the noise scale.
+    """Σ_n |g_n|², number by number: with the sum, the variance of gradients and the noise scale.
 
     Examples:
         >>> import unsum
@@ -262,11 +284,13 @@ class SecondMoment(_Reducer):
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
         each = factors.per_sample()
+        each = torch.view_as_real(each) if each.is_complex() else each
         value = torch.einsum("n...,n...->...", each, each)
+        value = value.sum(-1) if factors.is_complex else value
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def sum_squares(self) -> dict[str, Tensor]:
-        """{parameter: Σ_n g_n²}."""
+        """{parameter: Σ_n |g_n|²}."""
         self._check()
         return self._sums
 
@@ -286,8 +310,8 @@ class Project(_Reducer):
     _adds = True
 
     def __init__(self, k: int = 16, seed: int = 0) -> None:
-        if k < 1:
-            raise OptionError(f"Project(k={k}): k is 1 or more")
+        if not isinstance(k, int) or k < 1:
+            raise OptionError(f"Project(k={k!r}): k is a whole number, 1 or more")
         self._k, self._seed = k, seed
         super().__init__()
 
@@ -343,7 +367,7 @@ class Kronecker(_Reducer):
             if outer.groups > 1:
                 self.left_out.append(name)
                 return
-            a, delta = outer.a.flatten(0, 1).to(factors.shared()), outer.delta.flatten(0, 1).to(factors.shared())
+            a, delta = (part.flatten(0, 1).to(factors.dtype) for part in (outer.a, outer.delta))
             a = a * (delta != 0).any(1, keepdim=True)
             new = a.T @ a, share.times(delta.T @ delta, 2)
             known = self._factors.get(name)

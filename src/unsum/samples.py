@@ -79,7 +79,10 @@ def packed(cu_seqlens: Tensor) -> Ids:
         >>> packed(torch.tensor([0, 3, 5])).given
         tensor([0, 0, 0, 1, 1])
     """
-    ends = torch.as_tensor(cu_seqlens).cpu().long()
+    given = torch.as_tensor(cu_seqlens)
+    if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+        raise SamplesError(f"packed samples: cu_seqlens are whole numbers, got {given.dtype}")
+    ends = given.cpu().long()
     if ends.dim() != 1 or len(ends) < 2 or ends[0] != 0 or bool((ends.diff() < 0).any()):
         raise SamplesError("packed samples: cu_seqlens begins with 0 and never decreases: [0, 3, 5] for two documents")
     return Ids(torch.repeat_interleave(torch.arange(len(ends) - 1), ends.diff()), flat=True, count=len(ends) - 1)
@@ -92,6 +95,8 @@ def read(samples: Samples | Tensor | None) -> Samples:
     if isinstance(samples, Tensor):
         if samples.is_floating_point() or samples.dim() not in (1, 2):
             raise SamplesError("samples= takes whole numbers of shape (rows,) or (rows, positions)")
+        if samples.numel() and int(samples.min()) < -1:
+            raise SamplesError(f"samples= has the id {int(samples.min())}: ids are 0 or more, -1 is nobody's")
         return Ids(samples.cpu().long())
     if isinstance(samples, Dim | Ids):
         return samples

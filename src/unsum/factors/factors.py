@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from unsum.errors import SamplesError
+from unsum.errors import OptionError, SamplesError
 from unsum.factors import total
 from unsum.factors.outer import Outer
 from unsum.factors.total import Kind
@@ -54,10 +54,20 @@ class Factors:
         True
     """
 
-    def __init__(self, name: str, parameter: Tensor, shares: Sequence[Share], shared: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        parameter: Tensor,
+        shares: Sequence[Share],
+        shared: Tensor | None = None,
+        *,
+        is_over: bool = True,
+    ) -> None:
         self.name = name
+        self.is_complex = parameter.is_complex()
+        self._is_over = is_over  # whether the backward is: until then nobody's part may still come
         self.shape = tuple(parameter.shape)
-        self._dtype, self._device = wide(parameter.dtype), parameter.device
+        self.dtype, self._device = wide(parameter.dtype), parameter.device  # what reads are given in
         self._shares, self._shared = shares, shared
 
     @property
@@ -68,10 +78,12 @@ class Factors:
     def per_sample(self) -> Tensor:
         """(n, *shape): one gradient for each sample."""
         parts = [s.times(total.dense(s.kinds)) if s.kinds else self._zeros(s.n, *self.shape) for s in self._shares]
-        return torch.cat([part.to(self._dtype) for part in parts]) if parts else self._zeros(0, *self.shape)
+        return torch.cat([part.to(self.dtype) for part in parts]) if parts else self._zeros(0, *self.shape)
 
     def shared(self) -> Tensor:
         """What belongs to no sample (a penalty on the weights): zeros, most often."""
+        if not self._is_over:
+            raise SamplesError(f"{self.name}: what belongs to nobody is known when the backward is over (keep=True)")
         return self._zeros(*self.shape) if self._shared is None else self._shared
 
     def sum(self) -> Tensor:
@@ -81,6 +93,8 @@ class Factors:
 
     def weighted_sum(self, w: Tensor) -> Tensor:
         """Σ w_n G_n."""
+        if not isinstance(w, Tensor):
+            raise OptionError(f"weighted_sum takes a tensor of shape ({self.n},), got {type(w).__name__}")
         if tuple(w.shape) != (self.n,):
             raise SamplesError(f"got {tuple(w.shape)} weights for {self.n} samples")
         summed, first = self._zeros(*self.shape), 0
@@ -104,6 +118,8 @@ class Factors:
 
     def dot(self, other: Factors) -> Tensor:
         """(n, m): inner products with every one in `other`. Gradients are formed only where that is less work."""
+        if not isinstance(other, Factors):
+            raise OptionError(f"dot takes the factors of another parameter or capture, got {type(other).__name__}")
         if other.shape != self.shape:
             raise SamplesError(f"{self.name} has shape {self.shape}, {other.name} has {other.shape}")
         rows = []
@@ -120,17 +136,19 @@ class Factors:
     def project(self, k: int, seed: int = 0) -> Tensor:
         """(n, k·k): random numbers of which inner products are, on average, those of the gradients; a parameter of at
         most k² elements is kept as it is. The same for the same name and seed."""
+        if not isinstance(k, int) or k < 1:
+            raise OptionError(f"project(k={k!r}): k is a whole number, 1 or more")
         if prod(self.shape) <= k * k:
             return rows(self.per_sample())
         if len(self.shape) < 2:
             left, _ = projection(self.name, seed, k * k, prod(self.shape), 1, self._device)
-            return rows(self.per_sample()) @ left.to(self._dtype).T
+            return rows(self.per_sample()) @ left.to(self.dtype).T
         left, right = projection(self.name, seed, k, self.shape[0], prod(self.shape[1:]), self._device)
         parts = []
         for share in self._shares:
-            each = [kind.project(left, right).to(self._dtype) for kind in share.kinds]
+            each = [kind.project(left, right).to(self.dtype) for kind in share.kinds]
             parts.append(share.times(sum(each[1:], each[0])) if each else self._zeros(share.n, k, k))
-        return torch.cat(parts).flatten(1).to(self._dtype)
+        return torch.cat(parts).flatten(1).to(self.dtype)
 
     def per_token(self) -> Tensor:
         """(n, t, *shape): the part of each position; padded with zeros where samples have unequal numbers."""
@@ -189,7 +207,7 @@ class Factors:
         return found
 
     def _zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        return torch.zeros(shape, dtype=self.dtype, device=self._device)
 
 
 @lru_cache(maxsize=512)

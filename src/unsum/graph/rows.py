@@ -16,6 +16,8 @@ from unsum.graph.layout import NOBODY, Layout, mapped
 from unsum.graph.nodes import Node
 from unsum.graph.saved import saved_by
 
+_CHOOSING = ("Index", "Gather", "Scatter", "Take", "Masked", "UnsafeIndex")  # by whole numbers
+
 
 @dataclass(frozen=True, eq=False)
 class _Place:
@@ -60,6 +62,8 @@ class Rows:
             # Fewer dimensions stand for the first ones only if they are ids, as of an embedding.
             if place is None or place.itemsize != tensor.element_size() or not shape or not tensor.dim():
                 continue
+            if not tensor.is_floating_point() and node.name().startswith(_CHOOSING):
+                continue  # which rows to take, not rows
             if tensor.dim() != len(shape) and (tensor.is_floating_point() or tensor.dim() > len(shape)):
                 continue
             own = self._of_view(place, tensor)

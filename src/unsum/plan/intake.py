@@ -3,7 +3,7 @@ gradients that torch was spared are put where they belong."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from unsum.factors.factors import Factors, Share
 from unsum.factors.total import Kind
 from unsum.graph.nodes import Node
 from unsum.plan.plan import Meeting, Plan
-from unsum.plan.pool import Pool
+from unsum.plan.pool import Pool, refuse_changed, versions
 from unsum.plan.together import Together
 from unsum.reducers import Norms, Reducer
 
@@ -32,6 +32,7 @@ class Intake:
         scale: Tensor | float | None,
         check: bool,
         skipped: frozenset[str],
+        only: Collection[int] | None,
         deliver: Callable[[Sequence[nn.Parameter], Sequence[Tensor]], None],
     ) -> None:
         self.n = plan.n
@@ -42,7 +43,8 @@ class Intake:
         self._plan, self._wanted, self._names = plan, wanted, names
         self._reducers, self._keep, self._scale, self._check = reducers, keep, scale, check
         self._sums: dict[int, Tensor] = {}
-        self._skipped, self._deliver = skipped, deliver
+        self._skipped, self._only, self._deliver = skipped, only, deliver
+        self.versions: dict[int, list[tuple[Tensor, int]]] = {}  # of the tensors that are held, as they came
         self._pool: Pool | None = None
         if len(reducers) == 1 and isinstance(norms := reducers[0], Norms) and not keep and not check:
             self._pool = Pool(lambda name, sq: norms.put(name, self._scaled(sq)), deliver)
@@ -52,7 +54,7 @@ class Intake:
 
     def gather(self, plan: Plan, nodes: Sequence[Node]) -> Container[int]:
         """The meetings of this graph that need only be handed to `wait`, if norms are all that is wanted."""
-        if self._pool is None or not plan.together:
+        if self._pool is None or not plan.together or self._only is not None:
             return ()
         keys = {name: key for key, name in self._names.items()}
         norms = self._reducers[0]
@@ -75,12 +77,13 @@ class Intake:
     def meet(self, parameter: Tensor, meetings: Mapping[Meeting, None], kind: Kind) -> None:
         """The samples' gradients of a parameter, from these meetings."""
         key = id(parameter)
-        if key not in self._names:
+        if key not in self._names or (self._only is not None and key not in self._only):
             return
         if self._is_alone(key):
             self._norms_of(key, meetings, kind)
             return
         self.kinds.setdefault(key, []).append(kind)
+        self.versions.setdefault(key, []).extend(versions(kind))
         self.meetings.setdefault(key, {}).update(meetings)
         self._came[key] = self._came.get(key, 0) + 1
         name = self._names[key]
@@ -90,6 +93,8 @@ class Intake:
     def shared(self, parameter: Tensor, value: Tensor) -> None:
         """Nobody's part of a parameter's gradient."""
         key = id(parameter)
+        if self._only is not None and key not in self._only:
+            return
         self.nobodys[key] = self.nobodys[key] + value if key in self.nobodys else value
 
     def unknown(self, operation: str) -> None:
@@ -114,7 +119,7 @@ class Intake:
         left = {key: name for key, name in self._names.items() if key not in self._done}
         for reducer in self._reducers:
             for key, name in left.items():  # there, with zeros
-                reducer.take(name, Factors(name, self._wanted[key], [Share(self.n)]))
+                reducer.take(name, Factors(name, self._wanted[key], [Share(self.n)], is_over=False))
             reducer.end(list(left.values()))
 
     def found(self, key: int) -> Tensor | None:
@@ -151,8 +156,9 @@ class Intake:
         self._done.add(key)
         name, parameter = self._names[key], self._wanted[key]
         share = Share(self.n, self.kinds[key], self._scale)
+        refuse_changed(name, self.versions[key])
         summed: Tensor | None = None
-        factors = Factors(name, parameter, [share])
+        factors = Factors(name, parameter, [share], is_over=False)
         for reducer in self._reducers:
             if isinstance(reducer, Norms) and name in self._skipped and summed is None:
                 sq, summed = factors.norms_and_sum()

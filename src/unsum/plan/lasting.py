@@ -1,12 +1,15 @@
 """May owners be remembered? Only where the map of positions follows from shapes.
 
-Nodes with whole numbers among what they have saved (routing, sorting, shuffling) move positions by them: those numbers
-are part of the layout, unless they cannot move a position from sample to sample. Products that contract over positions
-of different samples (one-hot dispatch) hide such numbers in floats: those graphs are learnt each time.
+Most operations keep samples apart by their shapes (`steady`). Nodes with whole numbers among what they have saved
+(routing, sorting, shuffling) move positions by them: those numbers are part of the layout, unless they cannot move a
+position from sample to sample, or are followed (`moves`). Products that contract over positions of different samples
+(one-hot dispatch) hide such numbers in floats, and of operations that are not known here nothing can be said: those
+graphs are learnt each time.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -18,13 +21,15 @@ from unsum.graph.owners import Owners, Swept
 from unsum.graph.saved import saved_by
 from unsum.plan.moves import Moves, find
 from unsum.plan.plan import Indices
+from unsum.plan.steady import PRODUCTS, is_steady
 
 # Their whole numbers are places within a sample, or the state of a random number generator.
 _WITHIN = (
-    "MaxPool", "AdaptiveMaxPool", "FractionalMaxPool", "MaxUnpool", "NllLoss", "EmbeddingBag", "ScaledDotProduct",
-    "EfficientAttention", "FlashAttention", "CudnnRnn", "MkldnnRnn", "GroupedMm",
+    "MaxPool", "AdaptiveMaxPool", "FractionalMaxPool", "MaxUnpool", "NllLoss", "ScaledDotProduct", "EfficientAttention",
+    "FlashAttention", "CudnnRnn", "MkldnnRnn", "GroupedMm",
 )  # fmt: skip
-_PRODUCTS = {"MmBackward0": (0, 1), "BmmBackward0": (0, 1), "AddmmBackward0": (1, 2), "BaddbmmBackward0": (1, 2)}
+
+log = logging.getLogger("unsum")
 
 
 def lasting(
@@ -47,9 +52,17 @@ def lasting(
         data = [
             (edge, child, output) for edge, child, output in below(node) if not is_leaf(child) and child not in mixed
         ]
-        if node.name() in _PRODUCTS and _contracts_samples(node, data, swept.owners):
+        children = [_layout(swept.owners, child, output) for _, child, output in data]
+        if not data:
+            continue
+        if not is_steady(node, owners[0], children) or (
+            node.name() in PRODUCTS and _contracts_samples(node, data, swept.owners)
+        ):
+            log.info(
+                "unsum: nothing is remembered because of %s: its shapes alone do not keep samples apart", node.name()
+            )
             return None
-        if data and place[node] not in moving:
+        if place[node] not in moving:
             for which, index in enumerate(saved_by(node)):
                 if _is_index(node, index) and _moves(node, which, data, swept.owners):
                     found.append(Indices(place[node], which, index.detach().clone()))
@@ -70,7 +83,7 @@ def _layout(owners: Mapping[Node, Owners | None], child: Node, output: int) -> L
 
 def _contracts_samples(node: Node, data: list[tuple[int, Node, int]], owners: Mapping[Node, Owners | None]) -> bool:
     """Whether a product sums over positions of several samples: zeros alone keep them apart."""
-    left, right = _PRODUCTS[node.name()]
+    left, right = PRODUCTS[node.name()]
     edges = {edge: (child, output) for edge, child, output in data}
     for edge, contracted in ((left, -1), (right, -2)):
         if edge not in edges:

@@ -12,7 +12,7 @@ from torch import nn
 from unsum.graph.nodes import Node
 from unsum.plan.plan import Plan
 
-_KEPT = 32  # plans per model
+_KEPT = 128  # plans per model
 
 _plans: weakref.WeakKeyDictionary[nn.Module, OrderedDict[Hashable, Plan]] = weakref.WeakKeyDictionary()
 _forwards: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Seen]] = weakref.WeakKeyDictionary()
@@ -34,6 +34,7 @@ def remember(model: nn.Module, key: Hashable, plan: Plan) -> None:
     plans[key] = plan
     while len(plans) > _KEPT:
         plans.popitem(last=False)
+        _forwards.pop(model, None)  # or a forward would be known whose graph is not
 
 
 def is_in_a_loop(model: nn.Module) -> bool:

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from unsum.graph.layout import Layout, Mapped, Regular
-from unsum.graph.nodes import Node, below
+from unsum.graph.nodes import Node, below, is_leaf
 from unsum.graph.owners import Owners
 from unsum.graph.positions import positions
 from unsum.graph.saved import saved_by
 from unsum.plan.plan import Plan, Route
+from unsum.plan.steady import keeps_rows
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,10 @@ def find(nodes: Sequence[Node], owners: Mapping[Node, Owners | None]) -> Moves |
         if _takes_rows(node) and (move := _move(here, node, sent, known[0], owners)) is not None:
             moves.moves.append(move)
             sent = here
-        for _, child, _ in below(node):
-            arriving.setdefault(child, []).append(sent)
+        for edge, child, output in below(node):
+            shape = () if is_leaf(child) else tuple(child._input_metadata[output].shape)
+            keeps = sent == here or keeps_rows(node, edge, shape)
+            arriving.setdefault(child, []).append(sent if keeps else None)
     rows = moves.rows(nodes)
     fits = rows is not None and all(r is not None and torch.equal(rows[k].cpu().int(), r.int()) for k, r in learnt)
     return moves if fits else None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from unsum.errors import UnsupportedError
 from unsum.factors.dense import Dense
 from unsum.factors.outer import Outer
 from unsum.factors.scale import Scale
@@ -26,6 +27,7 @@ class _Waiting:
     parameter: nn.Parameter
     kind: Outer | Dense
     wants_sum: bool
+    versions: list[tuple[Tensor, int]]
 
 
 class Pool:
@@ -55,7 +57,7 @@ class Pool:
         else:
             of_kind = (kind.values.shape, kind.values.dtype)
         key = (of_kind, wants_sum, parameter.device)
-        self._waiting.setdefault(key, []).append(_Waiting(name, parameter, kind, wants_sum))
+        self._waiting.setdefault(key, []).append(_Waiting(name, parameter, kind, wants_sum, versions(kind)))
         self._held += size
         if self._held > BOUND.get(device, 0):
             self.flush()
@@ -64,6 +66,8 @@ class Pool:
     def flush(self) -> None:
         """Reduce what waits."""
         for group in self._waiting.values():
+            for waiting in group:
+                refuse_changed(waiting.name, waiting.versions)
             sq, sums = reduced(_joined([each.kind for each in group]), len(group), wants_sum=group[0].wants_sum)
             for waiting, values in zip(group, sq.unbind(), strict=True):
                 self._put(waiting.name, values)
@@ -71,6 +75,21 @@ class Pool:
                 self._deliver([waiting.parameter for waiting in group], sums.unbind())
         self._waiting.clear()
         self._held = 0
+
+
+def versions(kind: Kind) -> list[tuple[Tensor, int]]:
+    """The tensors that factors refer to, and which version of them."""
+    held = [getattr(kind, name) for name in ("a", "x", "ids", "delta") if hasattr(kind, name)]
+    return [(t, t._version) for t in held if isinstance(t, Tensor) and not t.is_inference()]
+
+
+def refuse_changed(name: str, held: Sequence[tuple[Tensor, int]]) -> None:
+    """Raise where what is held was changed in place since."""
+    if any([tensor._version != version for tensor, version in held]):  # noqa: C419
+        raise UnsupportedError(
+            f"{name}: a gradient was changed in place while it was in use, by a hook perhaps: whose it was is lost.\n"
+            "  let the hook return a new tensor"
+        )
 
 
 def _joined(kinds: Sequence[Outer | Dense]) -> Outer | Dense:

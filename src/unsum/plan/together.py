@@ -18,7 +18,7 @@ from unsum.graph.layout import Regular
 from unsum.graph.nodes import Node, below, is_leaf
 from unsum.graph.positions import Positions
 from unsum.plan.plan import Meeting, Plan, Route
-from unsum.plan.pool import BOUND, SMALL, reduced
+from unsum.plan.pool import BOUND, SMALL, reduced, refuse_changed
 from unsum.plan.signature import plain
 from unsum.rules.follow import finished
 from unsum.rules.registry import Call
@@ -58,6 +58,7 @@ class _Left:
     place: int
     delta: Tensor
     saved: list[Tensor]
+    version: int  # of δ
 
 
 @dataclass
@@ -104,7 +105,7 @@ class Together:
         device = delta.device.type
         if size > SMALL.get(device, 0):
             return False
-        team.left.append(_Left(place, delta, saved))
+        team.left.append(_Left(place, delta, saved, 0 if delta.is_inference() else delta._version))
         self._held += size
         if self._held > BOUND.get(device, 0):
             self.flush()
@@ -122,6 +123,8 @@ class Together:
         left, team.left = team.left, []
         kinds: dict[Hashable, list[_Left]] = {}
         for each in left:  # of one dtype and on one device
+            if not each.delta.is_inference():
+                refuse_changed(str(self._plan.routes[each.place][0].parameter), [(each.delta, each.version)])
             kinds.setdefault(tuple([(t.dtype, t.device) for t in (each.delta, *each.saved)]), []).append(each)
         for same in kinds.values():
             self._held -= sum([each.delta.numel() + sum([t.numel() for t in each.saved]) for each in same])
