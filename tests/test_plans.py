@@ -1,0 +1,270 @@
+"""Plans that must not be used again: rows that stay in place in the first batch, and move or mix in a later one, by
+means that the graph does not show. And backwards that fail, or reach only some parameters."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import unsum
+from unsum.errors import InteractionError, OptionError, SamplesError, UnsupportedError
+
+N = 4
+
+
+class Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, order):
+        ctx.save_for_backward(order)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (order,) = ctx.saved_tensors
+        out = torch.empty_like(grad)
+        out[order] = grad
+        return out, None
+
+
+class Add(torch.autograd.Function):  # named like an operation of torch's
+    @staticmethod
+    def forward(ctx, x, order):
+        ctx.shift = int(order[0]) if bool((order.diff() % N == 1).all()) else -int(order[0])
+        return x.roll(ctx.shift, 0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.roll(-ctx.shift, 0), None
+
+
+def one_hot(order):
+    return F.one_hot(order, N).double()
+
+
+def written(h, order):
+    whole = torch.zeros(N, 2, h.shape[1]).double()
+    whole[:, 0][order] = h
+    return whole[:, 0]
+
+
+WAYS = {
+    "a custom Function": Take.apply,
+    "a number on ctx": Add.apply,
+    "a write to part of a tensor": written,
+    "a mask and a sum": lambda h, order: (one_hot(order)[:, :, None] * h[None]).sum(1),
+    "a mask on what was expanded": lambda h, order: (one_hot(order)[:, :, None] * h[None].expand(N, N, -1)).sum(1),
+    "a mask on what was repeated": lambda h, order: (one_hot(order)[:, :, None] * h[None].repeat(N, 1, 1)).sum(1),
+    "a sparse product": lambda h, order: torch.sparse.mm(one_hot(order).to_sparse(), h),
+    "a product with a vector": lambda h, order: torch.stack([torch.mv(one_hot(order), c) for c in h.T], 1),
+    "a convolution over samples": lambda h, order: F.conv1d(h[None], one_hot(order)[:, :, None])[0],
+    "a bag of samples": lambda h, order: F.embedding_bag(order[:, None], h, mode="sum"),
+    "an index": lambda h, order: h[order],
+    "a scatter": lambda h, order: torch.zeros_like(h).index_add(0, order.argsort(), h),
+}
+
+
+class Moving(nn.Module):
+    def __init__(self, move):
+        super().__init__()
+        self.a, self.b, self.move = nn.Linear(3, 3), nn.Linear(3, 2), move
+
+    def forward(self, x, order):
+        return self.move(self.b(torch.tanh(self.move(self.a(x), order))), order.argsort())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_that_move_later(way):
+    torch.manual_seed(0)
+    model, x = Moving(WAYS[way]).double(), torch.randn(N, 3).double()
+    for order in (torch.arange(N), torch.tensor([1, 2, 3, 0]), torch.arange(N)):
+        losses = model(x, order).square().sum(1)
+        truth = torch.stack([torch.autograd.grad(loss, model.b.weight, retain_graph=True)[0] for loss in losses])
+        for reducers in ((), (unsum.Norms(),)):
+            with unsum.gradients(model, *reducers) as g:
+                model(x, order).square().sum().backward()
+            found = g[unsum.Norms].by_parameter()["b.weight"] if reducers else g["b.weight"].sq_norms()
+            torch.testing.assert_close(found, truth.flatten(1).square().sum(1))
+
+
+def test_rows_that_fit_a_move_by_chance():
+    class Flipped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.c = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x, order):
+            h = torch.tanh(self.a(x).flatten(0, 1)[order]).flip(0)
+            return torch.tanh(self.c(h)).flip(0)[order.argsort()].view_as(x)
+
+    torch.manual_seed(0)
+    model = Flipped().double()
+    for order in ([0, 2, 3, 1], [0, 2, 1, 3]):
+        order, x = torch.tensor(order), torch.randn(2, 2, 3).double()
+        with unsum.gradients(model) as g:
+            model(x, order).square().sum().backward()
+        losses = model(x, order).square().sum((1, 2))
+        truth = torch.stack([torch.autograd.grad(loss, model.c.weight, retain_graph=True)[0] for loss in losses])
+        torch.testing.assert_close(g["c.weight"].per_sample(), truth)
+
+
+@pytest.mark.parametrize("way", ["a sparse product", "a mask and a sum", "a convolution over samples"])
+def test_samples_that_begin_to_interact(way):
+    mixed = {
+        "a sparse product": lambda h, w: torch.sparse.mm(w.to_sparse(), h),
+        "a mask and a sum": lambda h, w: (w[:, :, None] * h[None]).sum(1),
+        "a convolution over samples": lambda h, w: F.conv1d(h[None], w[:, :, None])[0],
+    }[way]
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def forward(self, x, w):
+            return self.b(mixed(torch.tanh(self.a(x)), w))
+
+    model, x = Net().double(), torch.randn(N, 3).double()
+    for _ in range(3):
+        with unsum.gradients(model):
+            model(x, torch.eye(N).double()).square().sum().backward()
+    with pytest.raises(InteractionError):
+        with unsum.gradients(model):
+            model(x, torch.ones(N, N).double()).square().sum().backward()
+
+
+@pytest.mark.parametrize("reducers", [(unsum.Norms,), ()], ids=["norms", "kept"])
+def test_a_hook_that_changes_a_gradient_in_place_is_refused(reducers):
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+
+        def forward(self, x):
+            for layer in self.layers:
+                skip = x * 1
+                if skip.requires_grad:
+                    skip.register_hook(lambda g: g.mul_(0.5))
+                x = layer(x) + skip
+            return x
+
+    torch.manual_seed(0)
+    model, x = Residual().double(), torch.randn(4, 6).double()
+    with pytest.raises((UnsupportedError, SamplesError)):
+        for _ in range(3):
+            with unsum.gradients(model, *(kind() for kind in reducers)) as g:
+                model(x).square().sum().backward()
+            g.per_sample() if not reducers else None
+
+
+def test_reducers_forget_a_backward_that_failed():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    bad, x = torch.randn(4, 3).double(), torch.randn(4, 3).double()
+    reducers = (
+        unsum.Norms(),
+        unsum.SecondMoment(),
+        unsum.Kronecker(),
+        unsum.Project(2),
+        unsum.WeightedSum(torch.ones(4)),
+    )
+    with unsum.gradients(model, *reducers) as g:
+        hidden = model[0](bad)
+        hidden.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model[2](model[1](hidden)).square().sum().backward()
+        model(x).square().sum().backward()
+    with unsum.gradients(model) as kept:
+        model(x).square().sum().backward()
+    assert g.ids.tolist() == [0, 1, 2, 3]
+    torch.testing.assert_close(g[unsum.Norms].norms(), kept.norms())
+    each = kept["2.weight"].per_sample()
+    torch.testing.assert_close(g[unsum.SecondMoment].sum_squares()["2.weight"], each.square().sum(0))
+    torch.testing.assert_close(g[unsum.WeightedSum].sum()["2.weight"], each.sum(0))
+    assert g[unsum.Project].matrix().shape[0] == 4
+
+
+def test_reducers_count_what_a_backward_was_asked_for():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.randn(4, 3).double()
+    for _ in range(3):
+        with unsum.gradients(model, unsum.Norms(), keep=True) as g:
+            model(x).square().sum().backward(inputs=[model[0].weight])
+        torch.testing.assert_close(g[unsum.Norms].norms(), g.norms())
+        torch.testing.assert_close(g.norms(), g["0.weight"].sq_norms().sqrt())
+
+
+def test_what_is_nobodys_is_not_known_inside_a_backward():
+    class Reading:
+        def begin(self, n, again): ...
+        def take(self, name, factors):
+            factors.shared()
+
+        def end(self, left): ...
+
+    model = nn.Linear(3, 2)
+    with pytest.raises(SamplesError, match="nobody"):
+        with unsum.gradients(model, Reading()):
+            (model(torch.randn(4, 3)).sum() + model.weight.square().sum()).backward()
+
+
+def test_second_moments_of_complex_parameters():
+    model = nn.Linear(3, 2, bias=False, dtype=torch.complex128)
+    x = torch.randn(4, 3, dtype=torch.complex128)
+    with unsum.gradients(model, unsum.SecondMoment(), keep=True) as g:
+        model(x).abs().square().sum().backward()
+    found = g[unsum.SecondMoment].sum_squares()["weight"]
+    torch.testing.assert_close(found, g["weight"].per_sample().abs().square().sum(0))
+
+
+def test_indices_among_the_inputs_are_no_rows():
+    model, x, order = nn.Linear(3, 3).double(), torch.randn(N, 3).double(), torch.tensor([2, 0, 3, 1])
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = model
+
+        def forward(self, x, order):
+            return self.a(x[order])[order.argsort()]
+
+    x.requires_grad_()
+    net = Net()
+    with unsum.gradients(net) as g:
+        net(x, order).square().sum().backward()
+    losses = net(x, order).square().sum(1)
+    truth = torch.stack([torch.autograd.grad(loss, model.weight, retain_graph=True)[0] for loss in losses])
+    torch.testing.assert_close(g["a.weight"].per_sample(), truth)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda m: unsum.gradients(m, unsum.Project(k=2.5)), OptionError),
+        (lambda m: unsum.gradients(m, grad="no"), OptionError),
+        (lambda m: unsum.gradients(m, *[unsum.Norms()] * 2), OptionError),
+        (lambda m: unsum.gradients(m, samples=torch.tensor([0, -2])), SamplesError),
+        (lambda m: unsum.packed(torch.tensor([0.0, 2.0])), SamplesError),
+    ],
+)
+def test_bad_options(make, kind):
+    with pytest.raises(kind):
+        make(nn.Linear(2, 1))
+
+
+def test_bad_reads():
+    model = nn.Linear(3, 2)
+    with unsum.gradients(model) as g:
+        model(torch.randn(4, 3)).sum().backward()
+    with pytest.raises(OptionError, match="weighted_sum"):
+        g["weight"].weighted_sum([1.0, 2.0, 3.0, 4.0])
+    with pytest.raises(OptionError, match="dot"):
+        g["weight"].dot(torch.zeros(2, 3))
+    with pytest.raises(OptionError, match="project"):
+        g["weight"].project(0, 0)
+    with pytest.raises(OptionError, match="gave 0.5"):
+        with unsum.gradients(model, unsum.WeightedSum(lambda norms: 0.5)):
+            model(torch.randn(4, 3)).sum().backward()
+    with unsum.gradients(model, unsum.WeightedSum(torch.ones(6))) as g:
+        model(torch.randn(4, 3)).sum().backward()
+    with pytest.raises(SamplesError, match="6 weights for 4 samples"):
+        g[unsum.WeightedSum].sum()
