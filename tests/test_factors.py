@@ -458,7 +458,7 @@ def test_one_sample_at_a_time_is_learnt_once(monkeypatch):
 
 
 def test_rows_in_bfloat16_whose_smallest_numbers_are_blurred():
-    owner = torch.tensor([[3, 3, 3, 3, -2, 3, 3, 3], [1, 1, -2, -2, -2, 1, 1, 1], [0, 1, -2, 0, 0, 0, 0, 0]])
+    owner = torch.tensor([[3, 3, 3, 3, -2, 3, 3, 3], [1, -2, -2, -2, -2, 1, 1, 1], [0, 1, -2, 0, 0, 0, 0, 0]])
     assert codes._by_rows(owner).tolist() == [[3] * 8, owner[1].tolist(), owner[2].tolist()]
 
 

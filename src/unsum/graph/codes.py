@@ -169,13 +169,13 @@ class Codes:
 
 
 def _by_rows(owner: Tensor) -> Tensor:
-    """Where noise (bfloat16) hides whose the smallest numbers of a row are, and nearly all others are of one sample, so
+    """Where noise (bfloat16) hides whose the smallest numbers of a row are, and most others are of one sample, so
     are they."""
     if owner.dim() < 2:
         return owner
     seen = owner != UNSEEN
     most = owner.amax(-1, keepdim=True)
-    is_one = ((owner == most) | ~seen).all(-1, keepdim=True) & (seen.double().mean(-1, keepdim=True) > 0.75)
+    is_one = ((owner == most) | ~seen).all(-1, keepdim=True) & (seen.double().mean(-1, keepdim=True) > 0.5)
     return torch.where(is_one & (most >= 0), most, owner)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from unsum.graph.layout import Layout, Mapped, Regular
+from unsum.graph.layout import NOBODY, UNSEEN, Layout, Mapped, Regular
 from unsum.graph.nodes import Node, below, is_leaf
 from unsum.graph.owners import Owners
 from unsum.graph.positions import positions
@@ -111,8 +111,12 @@ def find(nodes: Sequence[Node], owners: Mapping[Node, Owners | None]) -> Moves |
             keeps = sent == here or keeps_rows(node, edge, shape)
             arriving.setdefault(child, []).append(sent if keeps else None)
     rows = moves.rows(nodes)
-    fits = rows is not None and all(r is not None and torch.equal(rows[k].cpu().int(), r.int()) for k, r in learnt)
+    fits = rows is not None and all(r is not None and _agree(rows[k].cpu(), r) for k, r in learnt)
     return moves if fits else None
+
+
+def _agree(rows: Tensor, seen: Tensor) -> bool:
+    return rows.shape == seen.shape and bool(((rows == seen) | (seen == UNSEEN)).all())
 
 
 def _move(
@@ -144,13 +148,10 @@ def _takes_rows(node: Node) -> bool:
 
 
 def _rows(layout: Layout | None) -> Tensor | None:
-    """The sample of each row, if all that is in a row is of one, and every row of some."""
-    if not isinstance(layout, Mapped):
+    """The sample of each row, if all that was seen in a row is of one; UNSEEN where nothing was."""
+    if not isinstance(layout, Mapped) or not layout.map.numel() or not layout.map.dim():
         return None
-    owner = layout.map.cpu()
-    if not owner.numel() or not owner.dim():
-        return None
-    flat = owner.reshape(len(owner), -1)
-    if not bool((flat == flat[:, :1]).all()) or bool((flat < 0).any()):
-        return None
-    return flat[:, 0]
+    flat = layout.map.cpu().reshape(layout.shape[0], -1)
+    rows = flat.amax(1)
+    fits = bool(((flat == rows[:, None]) | (flat == UNSEEN)).all()) and not bool((rows == NOBODY).any())
+    return rows if fits else None
