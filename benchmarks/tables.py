@@ -101,7 +101,6 @@ TABLES = {
     "norms_cuda": norms,
     "quantities_cuda": quantities,
     "growth_cpu": growth,
-    "growth_cuda": growth,
 }
 
 
