@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from unsum.check import Checked, LossFunction
+from unsum.check import Checked, LossFunction, interaction_told
 from unsum.check import check as compare
 from unsum.draw.draw import draw
 from unsum.errors import OptionError
 from unsum.graph.probe import state_set_aside
 from unsum.nested import format_path, leaves
+from unsum.place import writable
 from unsum.progress import progress as Progress
 from unsum.report.bysample import by_sample
 from unsum.report.collect import in_words, statistics
@@ -72,7 +72,7 @@ def report(
         >>> made.norms.shape, [layer.name for layer in made.layers]
         (torch.Size([6]), ['0', '1', '2', ''])
     """
-    where = _place(path)
+    where = writable(path)
     missing: dict[str, str] = {}
     grads = {parameter: parameter.grad for parameter in model.parameters()}
     with Progress[None](5, "report", shown=progress) as line, _grads_as_before(grads):
@@ -120,18 +120,6 @@ def _drawn(loss: Tensor, model: nn.Module, batch: Any, sized: bool) -> str:
         with contextlib.suppress(OptionError):  # a checkpoint, say
             return draw(loss, model=model, data=data_of(batch), flow=True).svg
     return draw(loss, model=model, data=data_of(batch)).svg
-
-
-def _place(path: str | os.PathLike[str]) -> Path:
-    """Where the page goes; wrong places are told before the work."""
-    where = Path(path)
-    if where.is_dir():
-        raise OptionError(f"{where} is a folder; name the file, such as {where / 'report.html'}")
-    try:
-        where.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OptionError(f"cannot make the folder {where.parent}: {error.strerror}; choose another path") from None
-    return where
 
 
 @contextlib.contextmanager
@@ -186,7 +174,7 @@ def _more(each: BySample | None, checked: Checked | None) -> list[Flag]:
             flags.append(Flag("outlier", f"sample {each.ids[k]}", f"gradient norm {norm:.3g}, limit {each.limit:.3g}"))
     interacting = (each and each.interacting) or (checked and checked.interacting)
     if interacting:
-        flags.append(Flag("interacting", "samples", interacting))
+        flags.append(Flag("interacting", "samples", interaction_told(interacting).removeprefix("samples ")))
     if checked is not None and not checked.ok and any(row.error > checked.tolerance for row in checked.rows):
         worst = checked.worst
         assert worst is not None

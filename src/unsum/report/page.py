@@ -10,6 +10,7 @@ from importlib import resources
 import torch
 from torch import nn
 
+from unsum.check import interaction_told
 from unsum.report.charts import bars, brief, plain
 from unsum.report.data import BySample, Flag, Report
 from unsum.report.embed import embedded
@@ -178,7 +179,8 @@ def _samples(made: Report) -> str:
 def _interacting(each: BySample) -> str:
     if each.interacting is None:
         return ""
-    why = escape(each.interacting.rstrip("."))
+    told = interaction_told(each.interacting.rstrip("."))
+    why = escape(told[:1].upper() + told[1:])
     share = "the derivative of the part of the loss that enters at its own outputs"
     return f'<p class="absent">{why}. What is shown is each sample\'s share: {share}.</p>'
 
@@ -238,7 +240,8 @@ def _check(made: Report) -> str:
         "every gradient by sample is that of plain autograd" if checked.ok else "not everything is as it should be"
     )
     lead = f"{chip('ok' if checked.ok else 'wrong')} {verdict} (tolerance {brief(checked.tolerance)})."
-    note = f'<p class="absent">Samples interact: {escape(checked.interacting)}</p>' if checked.interacting else ""
+    why = interaction_told(checked.interacting) if checked.interacting else ""
+    note = f'<p class="absent">{escape(why[:1].upper() + why[1:])}</p>' if why else ""
     table = _scrolled(check_table(checked), "Gradients by sample against plain autograd")
     return _section("check", "Check", note + table, lead=lead, is_open=not checked.ok)
 
