@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ from unsum.samples import Samples
 from unsum.sites import Names
 
 LONG = 20_000_000  # numbers in all samples' gradients, written out: above, the check is not run unasked
+WALKED = 200_000_000  # samples times elements of all that flows, since each sample has a backward: above, likewise
 SIZED = 20_000_000  # elements of all that flows: above, the picture does not show the sizes of gradients
 
 T = TypeVar("T")
@@ -83,7 +85,7 @@ def report(
         ask = lambda: by_sample(model, loss_fn, batch, samples=samples, n=n, elements=found.elements)
         each = _part("gradients by sample", missing, ask)
         line.step("the check")
-        checked = _checked(model, loss_fn, batch, samples, check, n, missing)
+        checked = _checked(model, loss_fn, batch, samples, check, found, missing)
         line.step("the page")
         layers, flags = flagged(found, model, batch)
         made = Report(
@@ -143,9 +145,10 @@ def _part(name: str, missing: dict[str, str], make: Callable[[], T]) -> T | None
 
 
 def _checked(
-    model: nn.Module, loss_fn: LossFunction, batch: Any, samples: Samples | Tensor | None, asked: bool | None, n: int,
-    missing: dict[str, str],
+    model: nn.Module, loss_fn: LossFunction, batch: Any, samples: Samples | Tensor | None, asked: bool | None,
+    found: Statistics, missing: dict[str, str],
 ) -> Checked | None:  # fmt: skip
+    n = len(found.losses)
     numbers = n * sum(p.numel() for p in model.parameters() if p.requires_grad)
     waits = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters())
     if asked is False:
@@ -153,6 +156,11 @@ def _checked(
     elif asked is None and numbers > LONG:
         missing["check"] = (
             f"not run unasked: it writes out {numbers:,} numbers one sample at a time; check=True runs it"
+        )
+    elif asked is None and n * found.elements > WALKED:
+        missing["check"] = (
+            f"not run unasked: it takes {n:,} backwards, one for each sample, through {found.elements:,} numbers each; "
+            "check=True runs it"
         )
     elif asked is None and waits:
         missing["check"] = (
@@ -165,13 +173,16 @@ def _checked(
     return None
 
 
+def _far(norm: float, limit: float) -> str:
+    return f"gradient norm {norm:.3g}, limit {limit:.3g}" if math.isfinite(norm) else "its gradient is not finite"
+
+
 def _more(each: BySample | None, checked: Checked | None) -> list[Flag]:
     """What the gradients by sample and the check have to say."""
     flags = []
     if each is not None:
         for k in each.outliers:
-            norm = float(each.norms[k])
-            flags.append(Flag("outlier", f"sample {each.ids[k]}", f"gradient norm {norm:.3g}, limit {each.limit:.3g}"))
+            flags.append(Flag("outlier", f"sample {each.ids[k]}", _far(float(each.norms[k]), each.limit)))
     interacting = (each and each.interacting) or (checked and checked.interacting)
     if interacting:
         flags.append(Flag("interacting", "samples", interaction_told(interacting).removeprefix("samples ")))

@@ -67,7 +67,7 @@ def _header(made: Report, model: nn.Module) -> str:
     facts = {
         "samples": f"{len(losses):,}",
         "parameters": f"{parameters:,}",
-        "layers": f"{sum(layer.is_leaf for layer in made.layers):,}",
+        "layers": f"{len(made.layers):,}",
         "mean loss": brief(float(losses.mean())),
         "flags": f"{len(made.flags):,}",
     }
@@ -249,7 +249,8 @@ def _check(made: Report) -> str:
 def _rules() -> str:
     items = "".join(f"<div><dt>{chip(kind)}</dt><dd>{escape(rule)}</dd></div>" for kind, rule in RULES.items())
     more = (
-        "<p>Statistics are over finite values; the standard deviation is that of the whole tensor (no correction). The "
+        "<p>Statistics are over finite values, but for norms, which are NaN where a value is not finite; the standard "
+        "deviation is that of the whole tensor (no correction). The "
         "losses were summed before the backward, so that a sample's gradient is that of its own loss. A histogram "
         f"counts {DRAWN:,} values at most, taken evenly.</p>"
     )
