@@ -53,7 +53,10 @@ def open_page(browser):
         page = context.new_page()
         page.on("console", lambda message: troubles.append(message.text))
         page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.on("request", lambda request: request.url.startswith(("file:", "data:")) or troubles.append(request.url))
+        page.on(
+            "request",
+            lambda request: request.url.startswith(("file:", "data:", "about:")) or troubles.append(request.url),
+        )
         page.goto(path.as_uri())
         return page
 
@@ -78,9 +81,21 @@ def shot(page, name):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_picture_is_seen(open_page, report_path, scheme):
     page = open_page(report_path[0], color_scheme=scheme)
-    box = page.locator("#picture svg").first.bounding_box()
+    box = page.frame_locator("#picture iframe").locator("#picture svg").first.bounding_box()
     assert box["width"] > 100 and box["height"] > 100
     shot(page, f"report_desktop_{scheme}")
+
+
+def test_the_picture_folds(open_page, report_path):
+    page = open_page(report_path[0])
+    inside = page.frame_locator("#picture iframe")
+    group = lambda folded: inside.locator(f"[data-role=group][data-name=mix][data-folded={folded}]")
+    first = "true" if group("true").count() else "false"
+    other = {"true": "false", "false": "true"}[first]
+    group(first).first.press("Enter")
+    group(other).first.wait_for(timeout=2000)
+    group(other).first.press("Enter")
+    group(first).first.wait_for(timeout=2000)
 
 
 def test_a_heading_sorts_by_click_and_by_key(open_page, report_path):

@@ -95,6 +95,7 @@ class Report:
     samples: BySample | None
     check: Checked | None
     picture: str  # SVG; empty if there is none
+    foldable: str  # the same as a page in which groups fold
     text: list[list[str]] | None
     missing: dict[str, str]  # section -> why it is not there
 

@@ -90,7 +90,7 @@ def report(
         layers, flags = flagged(found, model, batch)
         made = Report(
             where, title or type(Names(model).model).__name__, flags + _more(each, checked), layers, found.losses.cpu(),
-            each, checked, picture, tokens, missing,
+            each, checked, *picture, tokens, missing,
         )  # fmt: skip
         write(made, model)
         line.step("")
@@ -99,7 +99,7 @@ def report(
 
 def _seen(
     model: nn.Module, loss_fn: LossFunction, batch: Any, missing: dict[str, str], line: Progress[None]
-) -> tuple[Statistics, str]:
+) -> tuple[Statistics, tuple[str, str]]:
     """One forward and backward: statistics, and the picture of the graph, which is then let go."""
     line.say("statistics of the layers")
     with state_set_aside(model):
@@ -107,7 +107,7 @@ def _seen(
         missing.update(found.missing)
         line.step("the picture")
         sized = found.elements <= SIZED
-        return found, _part("picture", missing, lambda: _drawn(losses.sum(), model, batch, sized)) or ""
+        return found, _part("picture", missing, lambda: _drawn(losses.sum(), model, batch, sized)) or ("", "")
 
 
 def data_of(batch: Any) -> dict[str, Tensor]:
@@ -116,12 +116,14 @@ def data_of(batch: Any) -> dict[str, Tensor]:
     return {"batch" if single else f"batch{format_path(path)}": tensor for path, tensor in leaves(batch)}
 
 
-def _drawn(loss: Tensor, model: nn.Module, batch: Any, sized: bool) -> str:
-    """The picture, with the sizes of the gradients if these are not too many to be computed again."""
+def _drawn(loss: Tensor, model: nn.Module, batch: Any, sized: bool) -> tuple[str, str]:
+    """The picture and its page, with the sizes of the gradients if these are not too many to be computed again."""
+    picture = None
     if sized:
         with contextlib.suppress(OptionError):  # a checkpoint, say
-            return draw(loss, model=model, data=data_of(batch), flow=True).svg
-    return draw(loss, model=model, data=data_of(batch)).svg
+            picture = draw(loss, model=model, data=data_of(batch), flow=True)
+    picture = picture or draw(loss, model=model, data=data_of(batch))
+    return picture.svg, picture.html
 
 
 @contextlib.contextmanager

@@ -44,6 +44,22 @@
     }));
   }
 
+  // ---- the picture: a page of its own, as high as it needs to be and no higher than the window ---------------------
+
+  const frame = document.querySelector("#picture iframe");
+  if (frame) {
+    const needed = () => frame.contentDocument.body.getBoundingClientRect().height + 2;
+    const fit = () => { frame.style.height = `${Math.min(innerHeight * 0.92, needed())}px`; };
+    const grow = () => { if (needed() > frame.clientHeight) fit(); };
+    const ready = () => {
+      fit();
+      new MutationObserver(grow).observe(frame.contentDocument.body, { childList: true, subtree: true });
+    };
+    if (frame.contentDocument?.readyState === "complete" && frame.contentDocument.URL === "about:srcdoc") ready();
+    else frame.addEventListener("load", ready);
+    addEventListener("beforeprint", () => { frame.style.height = `${needed()}px`; });
+  }
+
   // ---- layers: filter ----------------------------------------------------------------------------------------------
 
   const layerRows = all("#layer-table tbody tr");
