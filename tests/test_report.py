@@ -567,3 +567,20 @@ def test_one_of_a_kind_is_no_plural_and_counts_agree(tmp_path):
     assert str(made).endswith("r.html: 1 layer, 1 sample, 0 flags")
     made = unsum.report(net(), squares, batch(), tmp_path / "r.html")
     assert "6 layers" in str(made) and "<dt>layers</dt><dd>6</dd>" in (tmp_path / "r.html").read_text()
+
+
+def test_the_colour_may_be_on_the_token_that_is_predicted(tmp_path):
+    path = tmp_path / "r.html"
+    made = unsum.report(Sequences(), next_token, IDS, path, text=lambda k: f"w{k}", ahead=1, labels=list("abcde"))
+    told = data_of(path)
+    assert told["tokens"]["ahead"] == 1 and told["tokens"]["apart"] and told["samples"]["labels"] == list("abcde")
+    assert made.samples.tokens.shape == (5, 6) and len(told["tokens"]["text"][0]) == 7
+    assert "on the token that is predicted there" in path.read_text() and "<bdi>c</bdi>" in path.read_text()
+    unsum.report(Sequences(), next_token, IDS, path, text=lambda k: f" w{k}")
+    assert not data_of(path)["tokens"]["apart"] and "on the token that is read there" in path.read_text()
+
+
+@pytest.mark.parametrize("wrong", [{"labels": ["a"]}, {"labels": "abcde"}, {"ahead": -1}, {"ahead": "1"}], ids=str)
+def test_options_that_do_not_fit(wrong, tmp_path):
+    with pytest.raises(OptionError, match=f"{next(iter(wrong))}="):
+        unsum.report(Sequences(), next_token, IDS, tmp_path / "r.html", **wrong)

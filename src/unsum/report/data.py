@@ -97,6 +97,8 @@ class Report:
     picture: str  # SVG; empty if there is none
     foldable: str  # the same as a page in which groups fold
     text: list[list[str]] | None
+    ahead: int  # how far after a position its token is in the text
+    labels: list[str] | None  # a few words on each sample
     missing: dict[str, str]  # section -> why it is not there
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from unsum.report.collect import in_words, statistics
 from unsum.report.data import BySample, Flag, Report, Statistics
 from unsum.report.flags import flagged
 from unsum.report.page import write
-from unsum.report.words import Text, words
+from unsum.report.words import Text, labelled, words
 from unsum.samples import Samples
 from unsum.sites import Names
 
@@ -41,6 +41,8 @@ def report(
     path: str | os.PathLike[str],
     *,
     text: Text | None = None,
+    ahead: int = 0,
+    labels: Sequence[str] | None = None,
     samples: Samples | Tensor | None = None,
     title: str | None = None,
     check: bool | None = None,
@@ -59,6 +61,9 @@ def report(
         path: Where to write. Folders that are missing are made.
         text: The tokens, for sequences: a list of strings for each sample, or what turns one token's id into a string
             (a tokenizer, or a function); the ids are then the first integers (n, t) in the batch.
+        ahead: How far after a position the token is that its colour is put on: 1 for models that predict the next
+            token, so that the token which is predicted has the colour, and not the one that is read.
+        labels: A few words on each sample, shown beside it.
         samples: Where the samples are, as in `unsum.gradients`.
         title: The page's heading; the model's class otherwise.
         check: True compares with plain autograd (`unsum.check`), False does not; None does where it is quick.
@@ -75,12 +80,16 @@ def report(
         (torch.Size([6]), ['0', '1', '2', ''])
     """
     where = writable(path)
+    if not isinstance(ahead, int) or ahead < 0:
+        raise OptionError(
+            f"report(ahead={ahead!r}): a number of positions, 0 or more; 1 where the next token is predicted"
+        )
     missing: dict[str, str] = {}
     grads = {parameter: parameter.grad for parameter in model.parameters()}
     with Progress[None](5, "report", shown=progress) as line, _grads_as_before(grads):
         found, picture = _seen(model, loss_fn, batch, missing, line)
         n = len(found.losses)
-        tokens = words(text, batch, n)
+        tokens, said = words(text, batch, n), labelled(labels, n)
         line.step("gradients by sample")
         ask = lambda: by_sample(model, loss_fn, batch, samples=samples, n=n, elements=found.elements)
         each = _part("gradients by sample", missing, ask)
@@ -90,7 +99,7 @@ def report(
         layers, flags = flagged(found, model, batch)
         made = Report(
             where, title or type(Names(model).model).__name__, flags + _more(each, checked), layers, found.losses.cpu(),
-            each, checked, *picture, tokens, missing,
+            each, checked, *picture, tokens, ahead, said, missing,
         )  # fmt: skip
         write(made, model)
         line.step("")

@@ -172,7 +172,9 @@ def _samples(made: Report) -> str:
         f'<span class="axis">sample {each.ids[0]}</span><span class="axis end">{each.ids[-1]}</span></div>'
     )
     note = f"<p class=small>The {LISTED} largest of {len(each.ids):,}.</p>" if len(each.ids) > LISTED else ""
-    table = _scrolled(samples_table(each, made.losses.double().tolist()), "Loss and gradient norm of each sample")
+    table = _scrolled(
+        samples_table(each, made.losses.double().tolist(), made.labels), "Loss and gradient norm of each sample"
+    )
     lead = "The norm of each sample's gradient over all parameters. Pick a sample, here or in any picture below."
     return _section("samples", "Samples", _interacting(each) + chart + picker + note + table, lead=lead)
 
@@ -194,7 +196,8 @@ def _tokens(made: Report) -> str:
     if len(each.left_out) > 6:
         left = left[:-1] + f" and {len(each.left_out) - 6} more."
     lead = (
-        f"The norm of each position's part of its sample's gradient: the stronger the colour, the larger.{escape(left)}"
+        "The norm of each position's part of its sample's gradient: the stronger the colour, the larger."
+        f"{_on(made)}{escape(left)}"
     )
     body = (
         '<div class="tools"><label>Colours <select id="token-scale"><option value="all">over all samples</option>'
@@ -203,6 +206,16 @@ def _tokens(made: Report) -> str:
         '<output id="token-note"></output></div><div id="token-map"></div>'
     )
     return _section("tokens", "Tokens", body, lead=lead)
+
+
+def _on(made: Report) -> str:
+    """Which token has a position's colour."""
+    if made.text is None:
+        return " The numbers are positions."
+    if not made.ahead:
+        return " A position's colour is on the token that is read there."
+    far = "the next one" if made.ahead == 1 else f"{made.ahead} further on"
+    return f" A position's colour is on the token that is predicted there, {far}, and not on the one that is read."
 
 
 def _similarity(made: Report) -> str:

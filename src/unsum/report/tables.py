@@ -90,7 +90,7 @@ def _number(value: float | None, of: str = "") -> str:
     return f'<td class="number"{part} data-value="{"" if value is None else f"{value:.6g}"}">{said}</td>'
 
 
-def samples_table(each: BySample, losses: Sequence[float]) -> str:
+def samples_table(each: BySample, losses: Sequence[float], labels: Sequence[str] | None = None) -> str:
     """The samples with the largest norms first; a button in each row picks it."""
     order = each.norms.nan_to_num(math.inf).argsort(descending=True).tolist()
     middle = float(each.norms[each.norms.isfinite()].median()) if bool(each.norms.isfinite().any()) else math.nan
@@ -103,14 +103,19 @@ def samples_table(each: BySample, losses: Sequence[float]) -> str:
             f'<tr data-sample="{k}"><th scope="row" data-value="{k}"><button type="button" class="pick" '
             f'data-sample="{k}" aria-label="Pick sample {each.ids[k]}">{each.ids[k]}</button></th>'
             f"{_number(losses[k])}{_number(norm)}{_number(times)}"
-            f'<td data-value="{int(k in far)}">{chip("outlier") if k in far else ""}</td></tr>'
+            f'<td data-value="{int(k in far)}">{chip("outlier") if k in far else ""}</td>'
+            f"{_label(labels[k]) if labels else ''}</tr>"
         )
     heads = _head("sample", "number") + "".join(_head(h, "number") for h in ("loss", "gradient norm", "× median"))
-    heads += _head("flag", "text")
+    heads += _head("flag", "text") + (_head("label", "text") if labels else "")
     return (
         '<table class="sortable" id="sample-table"><caption class="unseen">Loss and gradient norm of each sample'
         f"</caption><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     )
+
+
+def _label(text: str) -> str:
+    return f'<td data-value="{escape(text)}"><bdi>{escape(text)}</bdi></td>'
 
 
 def losses_table(losses: Sequence[float]) -> str:
