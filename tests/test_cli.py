@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import unsum
 from unsum import cli
+from unsum.errors import OptionError
 
 FILE = """
 import torch
@@ -248,3 +251,19 @@ def test_that_samples_interact_is_said_once(loud, capsys, tmp_path):
     assert cli.main(["report", "loud.py:batchnorm"]) == 0
     assert "samples: interact at" in capsys.readouterr().out
     assert "amples interact: samples interact" not in (tmp_path / "report.html").read_text().lower()
+
+
+def test_the_articles_programs_as_json(capsys):
+    assert cli.main(["demo", "--seeds", "--json"]) == 0
+    assert any("Σ δ⊗a" in line for line in json.loads(capsys.readouterr().out)["lines"])
+
+
+def test_pictures_make_their_folders_and_name_a_place_that_refuses(tmp_path):
+    model = torch.nn.Linear(2, 1)
+    with unsum.capture(model, ":output") as got:
+        loss = model(torch.ones(1, 2)).sum()
+    for thing in (unsum.draw(loss, model), got.trace()):
+        path = thing.save(tmp_path / type(thing).__name__ / "new" / "x.svg")
+        assert path.read_text().lstrip().startswith("<svg")
+        with pytest.raises(OptionError, match="cannot write /proc/x.svg"):
+            thing.save("/proc/x.svg")

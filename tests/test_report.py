@@ -549,7 +549,7 @@ def test_what_is_not_finite_has_no_norm_and_the_rest_is_said_to_be_of_finite_val
     assert stats.nan == 8 and math.isnan(stats.norm) and math.isfinite(stats.mean)
     row = re.search(r'<tr id="layer-0".*?</tr>', (tmp_path / "r.html").read_text())[0]
     cells = re.findall(r"<td[^>]*>(.*?)</td>", row)
-    assert cells[5] == "NaN" and "8 NaN<br>finite: " in cells[1] and "of the finite values" in cells[2]
+    assert cells[5] == "NaN" and "8 NaN<br>finite: " in cells[1] and "of finite values" in cells[2]
     outlier = next(flag for flag in made.flags if flag.kind == "outlier")
     assert outlier.where == "sample 4" and outlier.text == "its gradient is not finite"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import sys
 import traceback
@@ -205,8 +206,12 @@ def _add_demo(commands: Any) -> None:
 def _demo(arguments: argparse.Namespace) -> None:
     from unsum.demo import seeds, story
 
-    if arguments.seeds:
+    if arguments.seeds and not arguments.json:
         return seeds.main()
+    if arguments.seeds:
+        with contextlib.redirect_stdout(io.StringIO()) as told:
+            seeds.main()
+        return print(_json({"lines": told.getvalue().splitlines()}))
     figures = story.main(arguments.out, quiet=arguments.json)
     if arguments.json:
         print(_json(figures))

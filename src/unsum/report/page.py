@@ -128,7 +128,7 @@ def _picture(made: Report) -> str:
     # the quote and `&` have to be written otherwise; programs that look for the ends of scripts find this page's alone.
     inside = made.foldable.replace("&", "&amp;").replace("'", "&#39;").replace("</script", "&lt;/script")
     body = f"<iframe title='Picture of the graph' srcdoc='{inside}'></iframe>"
-    lead = "The graph that the backward walks, from the sum of the losses to the parameters. A click folds a group."
+    lead = "The graph that the backward walks, from the sum of the losses to the parameters."
     return _section("picture", "The picture", body if made.foldable else _absent(made, "picture"), lead=lead)
 
 

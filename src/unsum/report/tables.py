@@ -71,7 +71,7 @@ def _cells(stats: Stats | None, kind: str) -> str:
     if not stats.is_finite:
         counts = f"{stats.nan:,} NaN" * bool(stats.nan), f"{stats.inf:,} ∞" * bool(stats.inf)
         some = ", ".join(filter(None, counts))
-        tip, of = f"{tip}; {some} left out", "of the finite values"
+        tip, of = f"{tip}; {some} left out", "of finite values"
         extremes = some if math.isnan(stats.min) else f"{some}<br>finite: {extremes}"
     return (
         f'<td data-value="{size:.6g}" data-tip="{escape(tip)}">{histogram(stats.histogram, kind)}'
