@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import unsum
 from unsum import cli
+from unsum.errors import OptionError
 
 FILE = """
 import torch
@@ -152,3 +155,115 @@ def test_the_commands_of_the_page_are_understood():
     assert {shlex.split(line)[1] for line in lines} == set(COMMANDS)
     for line in lines:
         cli._parser().parse_args(shlex.split(line, comments=True)[1:])
+
+
+# ---- what reviewers have run into -----------------------------------------------------------------------------------
+
+LOUD = """
+import torch
+from torch import nn
+print("loaded")
+
+def loss_fn(model, batch):
+    print("loss")
+    return model(batch).square().sum(1)
+
+def setup():
+    print("set up")
+    return nn.Linear(3, 1), loss_fn, torch.ones(4, 3)
+
+def stopped(): raise KeyboardInterrupt
+def leaves(): raise SystemExit("bye")
+def batchnorm(): return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), loss_fn, torch.randn(4, 3)
+def never(): raise AssertionError("the work has begun")
+"""
+
+
+@pytest.fixture
+def loud(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loud.py").write_text(LOUD)
+
+
+@pytest.mark.parametrize("command", ["sites", "check", "draw", "report"])
+def test_what_users_print_does_not_disturb_the_result(loud, capsys, command):
+    assert cli.main([command, "loud.py:setup", "--json"]) == 0
+    told = capsys.readouterr()
+    json.loads(told.out)
+    assert told.err.startswith("loaded\nset up\n")
+
+
+@pytest.mark.parametrize("command", ["draw", "report"])
+@pytest.mark.parametrize("path", ["loud.py/x.svg", "/proc/x.svg", "folder.svg"])
+def test_a_place_that_cannot_be_written_is_told_before_the_work(loud, capsys, tmp_path, command, path):
+    (tmp_path / "folder.svg").mkdir()
+    assert cli.main([command, "loud.py:never", "-o", path]) == 1
+    told = capsys.readouterr().err
+    assert len(told.splitlines()) == 1 and path.removesuffix("/x.svg") in told and "never" not in told
+
+
+def test_folders_that_are_missing_are_made_for_a_picture(loud, capsys, tmp_path):
+    assert cli.main(["draw", "loud.py:setup", "-o", "new/sub/x.svg"]) == 0
+    assert (tmp_path / "new/sub/x.svg").read_text().lstrip().startswith("<svg")
+    assert cli.main(["draw", "loud.py:never", "-o", "other.svg"]) == 1
+    assert not (tmp_path / "other.svg").exists()
+    assert cli.main(["draw", "loud.py:never", "-o", "new/sub/x.svg"]) == 1
+    assert (tmp_path / "new/sub/x.svg").stat().st_size > 0  # trying a place does not empty it
+
+
+@pytest.mark.parametrize("out", ["loud.py", "/proc/there"])
+def test_the_demo_does_not_begin_if_it_cannot_write(loud, capsys, out):
+    assert cli.main(["demo", "--out", out]) == 1
+    told = capsys.readouterr()
+    assert told.out == "" and len(told.err.splitlines()) == 1 and out in told.err
+
+
+@pytest.mark.parametrize("target", ["loud.py", ":setup", "loud.py:"])
+def test_a_target_without_a_function_is_a_wrong_command_line(loud, capsys, target):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["sites", target])
+    assert left.value.code == 2 and "module:function or file.py:function" in capsys.readouterr().err
+
+
+def test_only_what_is_required_is_called_so(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["sites"])
+    assert "required: target\n" in capsys.readouterr().err
+
+
+def test_a_syntax_error_is_told_with_its_own_line(tmp_path, capsys):
+    (tmp_path / "bad.py").write_text("x = 1\n\ndef setup(:\n")
+    assert cli.main(["sites", f"{tmp_path / 'bad.py'}:setup"]) == 1
+    told = capsys.readouterr().err
+    assert "(bad.py, line 3)" in told and "frozen" not in told and told.count("bad.py, line") == 1
+
+
+def test_an_interruption_is_one_line(loud, capsys):
+    assert cli.main(["check", "loud.py:stopped"]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "unsum: interrupted"
+    assert cli.main(["check", "loud.py:leaves"]) == 1
+    assert "raised SystemExit: bye (loud.py, line" in capsys.readouterr().err
+
+
+def test_that_samples_interact_is_said_once(loud, capsys, tmp_path):
+    assert cli.main(["check", "loud.py:batchnorm"]) == 3
+    assert capsys.readouterr().out.count("samples interact") == 1
+    assert cli.main(["report", "loud.py:batchnorm"]) == 0
+    assert "samples: interact at" in capsys.readouterr().out
+    assert "amples interact: samples interact" not in (tmp_path / "report.html").read_text().lower()
+
+
+def test_the_articles_programs_as_json(capsys):
+    assert cli.main(["demo", "--seeds", "--json"]) == 0
+    assert any("Σ δ⊗a" in line for line in json.loads(capsys.readouterr().out)["lines"])
+
+
+def test_pictures_make_their_folders_and_name_a_place_that_refuses(tmp_path):
+    model = torch.nn.Linear(2, 1)
+    with unsum.capture(model, ":output") as got:
+        loss = model(torch.ones(1, 2)).sum()
+    for thing in (unsum.draw(loss, model), got.trace()):
+        path = thing.save(tmp_path / type(thing).__name__ / "new" / "x.svg")
+        assert path.read_text().lstrip().startswith("<svg")
+        with pytest.raises(OptionError, match="cannot write /proc/x.svg"):
+            thing.save("/proc/x.svg")

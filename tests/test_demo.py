@@ -1,6 +1,7 @@
 """The demo: its corpus is what it says, its figures hold, with margins from six seeds (docs/demo.md)."""
 
 import json
+import re
 from collections import Counter
 from xml.etree import ElementTree
 
@@ -214,7 +215,23 @@ def test_the_files_are_there(told):
     drawn = ElementTree.parse(out / "graph.svg")
     assert {"read", "guess"} <= {element.get("data-name") for element in drawn.iter()}
     assert "<svg" in (out / "report.html").read_text()
+    said = [line for line in text.splitlines() if str(out) in line]
+    assert said[0].index("the picture") == said[1].index("one step")  # however long the paths
     json.dumps(figures)
+
+
+@pytest.mark.slow
+def test_the_report_shows_whole_sentences_and_marks_the_planted(told, corpus):
+    _, _, out = told
+    page = (out / "report.html").read_text()
+    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[1])
+    assert data["tokens"]["ahead"] == 1 and len(data["tokens"]["text"]) == 48
+    known = {sentence.words: sentence for sentence in corpus.sentences}
+    labels = data["samples"]["labels"]
+    for k, words in zip(data["tokens"]["rows"], data["tokens"]["text"], strict=True):
+        sentence = known[tuple(words[1:])]
+        assert labels[k] == (f"planted: {sentence.kind}" if sentence.is_planted else "")
+    assert sum(map(bool, labels)) >= 8
 
 
 def test_the_command_line_hands_over(monkeypatch, capsys):

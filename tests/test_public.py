@@ -52,7 +52,6 @@ def test_sites_on_the_command_line(tmp_path, capsys):
         f"{file}:no",
         "gone:make",
         f"{tmp_path}/gone.py:make",
-        "nonsense",
         "torch.nn:Linear",
     ):
         assert cli.main(["sites", target]) == 1

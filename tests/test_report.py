@@ -536,3 +536,51 @@ def test_the_progress_line(tmp_path, capsys, monkeypatch):
     unsum.report(net(), squares, batch(), tmp_path / "r.html", progress=True)
     told = capsys.readouterr().err
     assert "5/5" in told and "gradients by sample" in told and told.endswith("\n")
+
+
+# ---- what reviewers have run into -----------------------------------------------------------------------------------
+
+
+def test_what_is_not_finite_has_no_norm_and_the_rest_is_said_to_be_of_finite_values(tmp_path):
+    model, (x, y) = net(), batch()
+    x[4, 2] = float("nan")
+    made = unsum.report(model, squares, (x, y), tmp_path / "r.html")
+    stats = made.layers[0].activation
+    assert stats.nan == 8 and math.isnan(stats.norm) and math.isfinite(stats.mean)
+    row = re.search(r'<tr id="layer-0".*?</tr>', (tmp_path / "r.html").read_text())[0]
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", row)
+    assert cells[5] == "NaN" and "8 NaN<br>finite: " in cells[1] and "of finite values" in cells[2]
+    outlier = next(flag for flag in made.flags if flag.kind == "outlier")
+    assert outlier.where == "sample 4" and outlier.text == "its gradient is not finite"
+
+
+def test_the_check_is_not_run_unasked_for_many_samples_of_a_small_model(tmp_path, monkeypatch):
+    model, given = nn.Linear(6, 2), batch(5_000)
+    made = unsum.report(model, squares, given, tmp_path / "r.html")
+    assert made.check is None and "5,000 backwards" in made.missing["check"]
+    assert "5,000 backwards" in (tmp_path / "r.html").read_text()
+    assert unsum.report(model, squares, batch(40), tmp_path / "r.html").check.ok
+
+
+def test_one_of_a_kind_is_no_plural_and_counts_agree(tmp_path):
+    made = unsum.report(nn.Linear(6, 2), squares, batch(1), tmp_path / "r.html")
+    assert str(made).endswith("r.html: 1 layer, 1 sample, 0 flags")
+    made = unsum.report(net(), squares, batch(), tmp_path / "r.html")
+    assert "6 layers" in str(made) and "<dt>layers</dt><dd>6</dd>" in (tmp_path / "r.html").read_text()
+
+
+def test_the_colour_may_be_on_the_token_that_is_predicted(tmp_path):
+    path = tmp_path / "r.html"
+    made = unsum.report(Sequences(), next_token, IDS, path, text=lambda k: f"w{k}", ahead=1, labels=list("abcde"))
+    told = data_of(path)
+    assert told["tokens"]["ahead"] == 1 and told["tokens"]["apart"] and told["samples"]["labels"] == list("abcde")
+    assert made.samples.tokens.shape == (5, 6) and len(told["tokens"]["text"][0]) == 7
+    assert "on the token that is predicted there" in path.read_text() and "<bdi>c</bdi>" in path.read_text()
+    unsum.report(Sequences(), next_token, IDS, path, text=lambda k: f" w{k}")
+    assert not data_of(path)["tokens"]["apart"] and "on the token that is read there" in path.read_text()
+
+
+@pytest.mark.parametrize("wrong", [{"labels": ["a"]}, {"labels": "abcde"}, {"ahead": -1}, {"ahead": "1"}], ids=str)
+def test_options_that_do_not_fit(wrong, tmp_path):
+    with pytest.raises(OptionError, match=f"{next(iter(wrong))}="):
+        unsum.report(Sequences(), next_token, IDS, tmp_path / "r.html", **wrong)

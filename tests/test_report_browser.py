@@ -53,7 +53,10 @@ def open_page(browser):
         page = context.new_page()
         page.on("console", lambda message: troubles.append(message.text))
         page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.on("request", lambda request: request.url.startswith(("file:", "data:")) or troubles.append(request.url))
+        page.on(
+            "request",
+            lambda request: request.url.startswith(("file:", "data:", "about:")) or troubles.append(request.url),
+        )
         page.goto(path.as_uri())
         return page
 
@@ -78,9 +81,21 @@ def shot(page, name):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_picture_is_seen(open_page, report_path, scheme):
     page = open_page(report_path[0], color_scheme=scheme)
-    box = page.locator("#picture svg").first.bounding_box()
+    box = page.frame_locator("#picture iframe").locator("#picture svg").first.bounding_box()
     assert box["width"] > 100 and box["height"] > 100
     shot(page, f"report_desktop_{scheme}")
+
+
+def test_the_picture_folds(open_page, report_path):
+    page = open_page(report_path[0])
+    inside = page.frame_locator("#picture iframe")
+    group = lambda folded: inside.locator(f"[data-role=group][data-name=mix][data-folded={folded}]")
+    first = "true" if group("true").count() else "false"
+    other = {"true": "false", "false": "true"}[first]
+    group(first).first.press("Enter")
+    group(other).first.wait_for(timeout=2000)
+    group(other).first.press("Enter")
+    group(first).first.wait_for(timeout=2000)
 
 
 def test_a_heading_sorts_by_click_and_by_key(open_page, report_path):
@@ -214,3 +229,41 @@ def test_models_of_other_shapes_do_not_break_the_page(open_page, tmp_path):
     page = open_page(frozen)
     page.locator("#layer-table thead tr:last-child th").nth(9).locator("button").click()
     assert "Not here" in page.inner_text("#samples")
+
+
+WORDS = ["alpha", "beta", "gamma", "\u202e", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
+
+
+@pytest.fixture(scope="module")
+def words_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("words") / "report.html"
+    labels = ["planted", "", "", "", ""]
+    unsum.report(Sequences(), next_token, IDS, path, text=lambda k: WORDS[k], ahead=1, labels=labels)
+    return path
+
+
+def test_colours_are_on_what_is_predicted(open_page, words_path):
+    page = open_page(words_path)
+    tokens = page.locator(".line[data-sample='0'] .token")
+    assert tokens.count() == 7
+    assert tokens.first.get_attribute("class") == "token plain"  # nothing predicts it
+    assert "rgba" in tokens.last.evaluate("token => token.style.background")
+    tokens.nth(1).hover()
+    assert "position 0" in page.inner_text("#tip")
+    assert page.locator(".line[data-sample='0'] .chip").inner_text() == "planted"
+    assert page.locator(".line[data-sample='1'] .chip").count() == 0
+    assert "0, planted" in page.locator("#picker").inner_text()
+
+
+def test_words_break_between_them_and_run_one_way(open_page, words_path):
+    page = open_page(words_path, viewport={"width": 250, "height": 800})
+    broken = "tokens => tokens.filter(token => token.getClientRects().length > 1).map(token => token.textContent)"
+    assert page.eval_on_selector_all("#token-map .token", broken) == []
+    lines = page.eval_on_selector_all(
+        "#token-map .line",
+        """lines => lines.map(line => [...line.querySelectorAll(".token")].map(token => {
+            const box = token.getBoundingClientRect(); return [Math.round(box.top), box.left]; }))""",
+    )
+    assert any(len({top for top, _ in places}) > 1 for places in lines)  # some are broken at all
+    assert all(places == sorted(places) for places in lines)
+    assert "⟨202E⟩" in page.inner_text("#token-map")

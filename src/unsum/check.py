@@ -56,7 +56,7 @@ class Checked:
     def __str__(self) -> str:
         lines = ["ok" if self.ok else "NOT ok"]
         if self.interacting is not None:
-            lines.append(f"samples interact: {self.interacting}")
+            lines.append(interaction_told(self.interacting))
         for row in sorted(self.rows, key=lambda row: -row.error):
             lines.append(f"  {'ok   ' if row.error <= self.tolerance else 'WRONG'} {row.error:.1e}  {row.name}")
         return "\n".join(lines + ([self.table] if self.table else []))
@@ -129,6 +129,11 @@ def _check(model: nn.Module, loss_fn: LossFunction, batch: Any, samples: Samples
     interacting = interacting or _mixing(model, loss_fn, batch, losses.detach())
     precise = all(p.dtype in (torch.float64, torch.complex128) for p in parameters)
     return Checked(rows, 1e-9 if precise else 1e-4, interacting, g.coverage())
+
+
+def interaction_told(why: str) -> str:
+    """That samples interact, said once: some reasons begin with it."""
+    return why if why.startswith("samples interact") else f"samples interact: {why}"
 
 
 def losses_by_sample(loss_fn: LossFunction, model: nn.Module, batch: Any) -> Tensor:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from torch import Tensor
 
 import unsum
 from unsum.errors import OptionError, UnsumError
+from unsum.picture import Picture, place
+from unsum.place import writable
 from unsum.report.charts import plain
 from unsum.report.make import data_of
-from unsum.target import everything, model_of, told
+from unsum.target import everything, model_of, split, told
 
 CODES = """exit codes:
   0  done
@@ -31,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return int(arguments.run(arguments) or 0)
+    except KeyboardInterrupt:
+        print("unsum: interrupted", file=sys.stderr)
+        return 130
     except Exception as error:
         if arguments.traceback:
             traceback.print_exc()
@@ -39,6 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = "; --traceback shows where" if own and not arguments.traceback else ""
         print(f"unsum: {text}{hint}", file=sys.stderr)
         return 1
+
+
+def _aside() -> contextlib.redirect_stdout[TextIO]:
+    """What the user's own code prints goes to standard error: standard output is for the result."""
+    return contextlib.redirect_stdout(sys.stderr)
 
 
 def _line(error: Exception) -> str:
@@ -74,11 +86,19 @@ def _command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     if target is not None:
-        parser.add_argument("target", help=target)
+        parser.add_argument("target", type=_target, help=target)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--traceback", action="store_true", help="if something fails, show the whole traceback")
     parser.set_defaults(run=run)
     return parser
+
+
+def _target(text: str) -> str:
+    try:
+        split(text)
+    except OptionError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 # ---- sites -----------------------------------------------------------------------------------------------------------
@@ -88,11 +108,12 @@ def _add_sites(commands: Any) -> None:
     target = "module:function or file.py:function that returns a model, or a tuple with one"
     example = "unsum sites torchvision.models:resnet18 'layer1.*:output'"
     parser = _command(commands, "sites", "list the sites of a model", example, _sites, target)
-    parser.add_argument("pattern", nargs="*", help="only the sites that these patterns choose")
+    parser.add_argument("pattern", nargs="*", default=[], help="only the sites that these patterns choose")
 
 
 def _sites(arguments: argparse.Namespace) -> None:
-    found = unsum.sites(model_of(arguments.target), *arguments.pattern)
+    with _aside():
+        found = unsum.sites(model_of(arguments.target), *arguments.pattern)
     print(_json(list(found)) if arguments.json else found)
 
 
@@ -105,7 +126,8 @@ def _add_check(commands: Any) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    found = unsum.check(*everything(arguments.target))
+    with _aside():
+        found = unsum.check(*everything(arguments.target))
     errors = {row.name: row.error for row in found.rows}
     _written(arguments, {"ok": found.ok, "interacting": found.interacting, "errors": errors}, str(found))
     return 0 if found.ok else 3
@@ -122,16 +144,22 @@ def _add_draw(commands: Any) -> None:
 
 
 def _draw(arguments: argparse.Namespace) -> None:
-    model, loss_fn, batch = everything(arguments.target)
-    losses = loss_fn(model, batch)
-    if not isinstance(losses, Tensor):
-        raise OptionError(f"{arguments.target}: loss_fn(model, batch) returned {type(losses).__name__}, not a tensor")
-    loss = losses.sum()
-    if arguments.backward:
-        loss.backward(retain_graph=True)
-    picture = unsum.draw(loss, model=model, data=data_of(batch))
+    place(arguments.output)
+    with _aside():
+        picture = _drawn(arguments.target, arguments.backward)
     picture.save(arguments.output)
     _written(arguments, {"path": arguments.output}, arguments.output)
+
+
+def _drawn(target: str, backward: bool) -> Picture:
+    model, loss_fn, batch = everything(target)
+    losses = loss_fn(model, batch)
+    if not isinstance(losses, Tensor):
+        raise OptionError(f"{target}: loss_fn(model, batch) returned {type(losses).__name__}, not a tensor")
+    loss = losses.sum()
+    if backward:
+        loss.backward(retain_graph=True)
+    return unsum.draw(loss, model=model, data=data_of(batch))
 
 
 # ---- report ----------------------------------------------------------------------------------------------------------
@@ -149,7 +177,9 @@ def _add_report(commands: Any) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    made = unsum.report(*everything(arguments.target), arguments.output, title=arguments.title, check=arguments.check)
+    path = writable(arguments.output)
+    with _aside():
+        made = unsum.report(*everything(arguments.target), path, title=arguments.title, check=arguments.check)
     ok = None if made.check is None else made.check.ok
     flags = [{"kind": flag.kind, "where": flag.where, "text": flag.text} for flag in made.flags]
     summary = {
@@ -176,8 +206,12 @@ def _add_demo(commands: Any) -> None:
 def _demo(arguments: argparse.Namespace) -> None:
     from unsum.demo import seeds, story
 
-    if arguments.seeds:
+    if arguments.seeds and not arguments.json:
         return seeds.main()
+    if arguments.seeds:
+        with contextlib.redirect_stdout(io.StringIO()) as told:
+            seeds.main()
+        return print(_json({"lines": told.getvalue().splitlines()}))
     figures = story.main(arguments.out, quiet=arguments.json)
     if arguments.json:
         print(_json(figures))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from unsum.errors import OptionError
+from unsum.place import writable
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -34,13 +35,10 @@ class Picture:
         return _PAGE.format(title=self._title, svg=self.svg) if self._page is None else self._page()
 
     def save(self, path: str | Path) -> Path:
-        """Write the picture as `.svg`, or as an `.html` page in which groups fold."""
-        path = Path(path)
-        suffix = path.suffix.lower()
-        if suffix not in (".svg", ".html", ".htm"):
-            raise OptionError(f"{path}: a picture is saved as .svg or .html, not {suffix or 'without a suffix'!r}")
-        path.write_text(self.svg if suffix == ".svg" else self.html, encoding="utf-8")
-        return path
+        """Write the picture as `.svg`, or as an `.html` page in which groups fold. Missing folders are made."""
+        where = place(path)
+        where.write_text(self.svg if where.suffix.lower() == ".svg" else self.html, encoding="utf-8")
+        return where
 
     def _repr_svg_(self) -> str:
         return self.svg
@@ -50,3 +48,11 @@ class Picture:
 
     def __repr__(self) -> str:
         return f"<Picture: {self._title}>"
+
+
+def place(path: str | Path) -> Path:
+    """Where a picture goes, if one can be written there."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in (".svg", ".html", ".htm") and not Path(path).is_dir():
+        raise OptionError(f"{path}: a picture is saved as .svg or .html, not {suffix or 'without a suffix'!r}")
+    return writable(path, example="graph.svg")

@@ -46,9 +46,7 @@ def model_of(target: str) -> nn.Module:
 
 def call(target: str) -> Any:
     """What the function that `target` names returns."""
-    where, _, name = target.rpartition(":")
-    if not where or not name:
-        raise OptionError(f"{target!r}: write module:function or file.py:function")
+    where, name = split(target)
     function = getattr(_module(where), name, None)
     if isinstance(function, nn.Module):
         return function
@@ -62,12 +60,27 @@ def call(target: str) -> Any:
         pass  # a built-in without a signature
     try:
         return function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TargetError(f"{target} raised {told(error)}") from error
+
+
+def split(target: str) -> tuple[str, str]:
+    """The module or file, and the function.
+
+    Examples:
+        >>> split("train.py:setup")
+        ('train.py', 'setup')
+    """
+    where, _, name = target.rpartition(":")
+    if not where or not name:
+        raise OptionError(f"{target!r} names no function: write module:function or file.py:function")
+    return where, name
 
 
 def told(error: BaseException) -> str:
     """An error of the user's code in one line, with the line of the file where it came from."""
+    if isinstance(error, SyntaxError) and error.filename:  # raised by who reads the file, about a line of the file
+        return f"{type(error).__name__}: {error.msg} ({Path(error.filename).name}, line {error.lineno})"
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -98,7 +111,7 @@ def _module(where: str) -> ModuleType:
         raise
     except ImportError as error:
         raise TargetError(f"cannot load {where}: {' '.join(str(error).split())}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TargetError(f"cannot load {where}: it raised {told(error)}") from error
 
 

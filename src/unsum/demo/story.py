@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unsum.demo import corpus as corpora
 from unsum.demo.corpus import Corpus
-from unsum.demo.looks import write
+from unsum.demo.looks import places, write
 from unsum.demo.model import Transformer
 from unsum.demo.page import Page
 from unsum.demo.questions import (
@@ -36,6 +36,7 @@ KINDS = {"fact": "facts", "numbers": "with numbers", "false": "planted: false", 
 
 def main(out: str | Path = "demo", *, quiet: bool = False, seed: int = 0) -> Figures:
     """Tell the story, write the report and the picture into `out`, and give back the figures that were printed."""
+    files = places(Path(out))  # before anything is told
     page, began = Page(quiet=quiet), time.monotonic()
     with torch.random.fork_rng(devices=[]), _one_thread():
         corpus = corpora.make(seed)
@@ -45,7 +46,7 @@ def main(out: str | Path = "demo", *, quiet: bool = False, seed: int = 0) -> Fig
         for asked, others in wrong[:1]:
             _why(page, corpus, model, asked, figures)
             _what_if(page, corpus, model, asked, others, figures)
-        figures["files"] = write(page, Path(out), corpus, model, norms)
+        figures["files"] = write(page, files, corpus, model, norms)
     page.line(f"\nThat took {time.monotonic() - began:.0f} seconds.")
     return figures
 

@@ -95,7 +95,10 @@ class Report:
     samples: BySample | None
     check: Checked | None
     picture: str  # SVG; empty if there is none
+    foldable: str  # the same as a page in which groups fold
     text: list[list[str]] | None
+    ahead: int  # how far after a position its token is in the text
+    labels: list[str] | None  # a few words on each sample
     missing: dict[str, str]  # section -> why it is not there
 
     @property
@@ -109,7 +112,9 @@ class Report:
         return [] if self.samples is None else self.samples.outliers
 
     def __str__(self) -> str:
-        lines = [f"{self.path}: {len(self.layers)} layers, {len(self.losses)} samples, {len(self.flags)} flags"]
+        counts = {"layer": len(self.layers), "sample": len(self.losses), "flag": len(self.flags)}
+        said = ", ".join(f"{count:,} {what}{'' if count == 1 else 's'}" for what, count in counts.items())
+        lines = [f"{self.path}: {said}"]
         lines += [f"  {flag.kind:<11} {flag.where}: {flag.text}" for flag in self.flags]
         lines += [f"  no {section}: {' '.join(why.split())}" for section, why in self.missing.items()]
         return "\n".join(lines)

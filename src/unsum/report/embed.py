@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 from typing import Any
+from unicodedata import category
 
 from unsum.report.data import BySample, Layer, Report
 from unsum.report.measure import Stats
 from unsum.report.tables import LISTED
 
 TOKENS = 20_000  # that are coloured, over all samples
+_JOINERS = "\u200c\u200d"  # of letters and emoji: they do show, in what they join
 PARTS = 5  # parameters named for each sample
 
 
@@ -23,9 +25,9 @@ def embedded(made: Report) -> dict[str, Any]:
         "missing": made.missing,
         "layers": [_layer(layer) for layer in made.layers],
         "losses": made.losses,
-        "samples": None if each is None else _samples(each),
+        "samples": None if each is None else {**_samples(each), "labels": made.labels},
         "similarity": None if each is None or each.similarity is None else _similarity(each),
-        "tokens": None if each is None or each.tokens is None else _tokens(each, made.text),
+        "tokens": None if each is None or each.tokens is None else _tokens(each, made.text, made.ahead),
         "check": None if made.check is None else {"ok": made.check.ok, "interacting": made.check.interacting},
     }
 
@@ -72,7 +74,7 @@ def _similarity(each: BySample) -> dict[str, Any]:
     return {"rows": each.similarity.rows, "cosines": cosines, "how": each.similarity.how}
 
 
-def _tokens(each: BySample, text: list[list[str]] | None) -> dict[str, Any]:
+def _tokens(each: BySample, text: list[list[str]] | None, ahead: int) -> dict[str, Any]:
     """As many samples as there is room for, outliers first; long ones cut."""
     assert each.tokens is not None
     n, t = each.tokens.shape
@@ -80,17 +82,33 @@ def _tokens(each: BySample, text: list[list[str]] | None) -> dict[str, Any]:
     far = set(each.outliers)
     order = [*each.outliers, *(k for k in range(n) if k not in far)]
     rows = sorted(order[: max(1, TOKENS // positions)])
-    end = positions if positions < t else None  # a text may go on after the last position: targets are often longer
+    end = (
+        positions + ahead if positions < t else None
+    )  # a text may go on after the last position: targets are often longer
     words = None if text is None else [[_shown(token) for token in text[k][:end]] for k in rows]
     return {
         "rows": rows,
         "norms": each.tokens[rows, :positions].tolist(),
         "text": words,
+        "ahead": 0 if text is None else ahead,
+        "apart": text is not None and _are_words(text),
         "left": n - len(rows),
         "cut": t - positions,
     }
 
 
+def _are_words(text: list[list[str]]) -> bool:
+    """Whether tokens are whole words, which need a space between them, and not pieces that bring their own."""
+    tokens = {token for row in text for token in row}
+    return any(len(token) > 1 for token in tokens) and not any(c.isspace() for token in tokens for c in token)
+
+
 def _shown(token: str) -> str:
-    """A token as it can be seen: line ends and tabs have signs."""
-    return token.replace("\n", "⏎").replace("\t", "⇥")
+    """A token as it can be seen: line ends, tabs and what has no look of its own have signs.
+
+    Examples:
+        >>> _shown("a\\n"), _shown("\\u202e")
+        ('a⏎', '⟨202E⟩')
+    """
+    token = token.replace("\n", "⏎").replace("\t", "⇥")
+    return "".join(f"⟨{ord(c):04X}⟩" if category(c) in ("Cc", "Cf") and c not in _JOINERS else c for c in token)

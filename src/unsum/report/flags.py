@@ -26,7 +26,7 @@ RULES = {
     "silent": "a gradient came back, and all of it is zero.",
     "nan": "NaN or infinite values. Forward first, in the order of the calls; then backward, from the loss.",
     "outlier": f"a sample's gradient norm is above median + {SPREADS} · 1.4826 · MAD (MAD: the median distance from "
-    "the median; with its factor, 5 % of the median at least), among five samples or more.",
+    "the median; with its factor, 5 % of the median at least), among five samples or more; or it is not finite.",
     "interacting": "what a sample gets depends on the other samples of the batch.",
     "check": "gradients by sample differ from those of plain autograd.",
 }

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from unsum.check import Checked, LossFunction
+from unsum.check import Checked, LossFunction, interaction_told
 from unsum.check import check as compare
 from unsum.draw.draw import draw
 from unsum.errors import OptionError
 from unsum.graph.probe import state_set_aside
 from unsum.nested import format_path, leaves
+from unsum.place import writable
 from unsum.progress import progress as Progress
 from unsum.report.bysample import by_sample
 from unsum.report.collect import in_words, statistics
 from unsum.report.data import BySample, Flag, Report, Statistics
 from unsum.report.flags import flagged
 from unsum.report.page import write
-from unsum.report.words import Text, words
+from unsum.report.words import Text, labelled, words
 from unsum.samples import Samples
 from unsum.sites import Names
 
 LONG = 20_000_000  # numbers in all samples' gradients, written out: above, the check is not run unasked
+WALKED = 200_000_000  # samples times elements of all that flows, since each sample has a backward: above, likewise
 SIZED = 20_000_000  # elements of all that flows: above, the picture does not show the sizes of gradients
 
 T = TypeVar("T")
@@ -39,6 +41,8 @@ def report(
     path: str | os.PathLike[str],
     *,
     text: Text | None = None,
+    ahead: int = 0,
+    labels: Sequence[str] | None = None,
     samples: Samples | Tensor | None = None,
     title: str | None = None,
     check: bool | None = None,
@@ -57,6 +61,9 @@ def report(
         path: Where to write. Folders that are missing are made.
         text: The tokens, for sequences: a list of strings for each sample, or what turns one token's id into a string
             (a tokenizer, or a function); the ids are then the first integers (n, t) in the batch.
+        ahead: How far after a position the token is that its colour is put on: 1 for models that predict the next
+            token, so that the token which is predicted has the colour, and not the one that is read.
+        labels: A few words on each sample, shown beside it.
         samples: Where the samples are, as in `unsum.gradients`.
         title: The page's heading; the model's class otherwise.
         check: True compares with plain autograd (`unsum.check`), False does not; None does where it is quick.
@@ -72,23 +79,27 @@ def report(
         >>> made.norms.shape, [layer.name for layer in made.layers]
         (torch.Size([6]), ['0', '1', '2', ''])
     """
-    where = _place(path)
+    where = writable(path)
+    if not isinstance(ahead, int) or ahead < 0:
+        raise OptionError(
+            f"report(ahead={ahead!r}): a number of positions, 0 or more; 1 where the next token is predicted"
+        )
     missing: dict[str, str] = {}
     grads = {parameter: parameter.grad for parameter in model.parameters()}
     with Progress[None](5, "report", shown=progress) as line, _grads_as_before(grads):
         found, picture = _seen(model, loss_fn, batch, missing, line)
         n = len(found.losses)
-        tokens = words(text, batch, n)
+        tokens, said = words(text, batch, n), labelled(labels, n)
         line.step("gradients by sample")
         ask = lambda: by_sample(model, loss_fn, batch, samples=samples, n=n, elements=found.elements)
         each = _part("gradients by sample", missing, ask)
         line.step("the check")
-        checked = _checked(model, loss_fn, batch, samples, check, n, missing)
+        checked = _checked(model, loss_fn, batch, samples, check, found, missing)
         line.step("the page")
         layers, flags = flagged(found, model, batch)
         made = Report(
             where, title or type(Names(model).model).__name__, flags + _more(each, checked), layers, found.losses.cpu(),
-            each, checked, picture, tokens, missing,
+            each, checked, *picture, tokens, ahead, said, missing,
         )  # fmt: skip
         write(made, model)
         line.step("")
@@ -97,7 +108,7 @@ def report(
 
 def _seen(
     model: nn.Module, loss_fn: LossFunction, batch: Any, missing: dict[str, str], line: Progress[None]
-) -> tuple[Statistics, str]:
+) -> tuple[Statistics, tuple[str, str]]:
     """One forward and backward: statistics, and the picture of the graph, which is then let go."""
     line.say("statistics of the layers")
     with state_set_aside(model):
@@ -105,7 +116,7 @@ def _seen(
         missing.update(found.missing)
         line.step("the picture")
         sized = found.elements <= SIZED
-        return found, _part("picture", missing, lambda: _drawn(losses.sum(), model, batch, sized)) or ""
+        return found, _part("picture", missing, lambda: _drawn(losses.sum(), model, batch, sized)) or ("", "")
 
 
 def data_of(batch: Any) -> dict[str, Tensor]:
@@ -114,24 +125,14 @@ def data_of(batch: Any) -> dict[str, Tensor]:
     return {"batch" if single else f"batch{format_path(path)}": tensor for path, tensor in leaves(batch)}
 
 
-def _drawn(loss: Tensor, model: nn.Module, batch: Any, sized: bool) -> str:
-    """The picture, with the sizes of the gradients if these are not too many to be computed again."""
+def _drawn(loss: Tensor, model: nn.Module, batch: Any, sized: bool) -> tuple[str, str]:
+    """The picture and its page, with the sizes of the gradients if these are not too many to be computed again."""
+    picture = None
     if sized:
         with contextlib.suppress(OptionError):  # a checkpoint, say
-            return draw(loss, model=model, data=data_of(batch), flow=True).svg
-    return draw(loss, model=model, data=data_of(batch)).svg
-
-
-def _place(path: str | os.PathLike[str]) -> Path:
-    """Where the page goes; wrong places are told before the work."""
-    where = Path(path)
-    if where.is_dir():
-        raise OptionError(f"{where} is a folder; name the file, such as {where / 'report.html'}")
-    try:
-        where.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OptionError(f"cannot make the folder {where.parent}: {error.strerror}; choose another path") from None
-    return where
+            picture = draw(loss, model=model, data=data_of(batch), flow=True)
+    picture = picture or draw(loss, model=model, data=data_of(batch))
+    return picture.svg, picture.html
 
 
 @contextlib.contextmanager
@@ -155,9 +156,10 @@ def _part(name: str, missing: dict[str, str], make: Callable[[], T]) -> T | None
 
 
 def _checked(
-    model: nn.Module, loss_fn: LossFunction, batch: Any, samples: Samples | Tensor | None, asked: bool | None, n: int,
-    missing: dict[str, str],
+    model: nn.Module, loss_fn: LossFunction, batch: Any, samples: Samples | Tensor | None, asked: bool | None,
+    found: Statistics, missing: dict[str, str],
 ) -> Checked | None:  # fmt: skip
+    n = len(found.losses)
     numbers = n * sum(p.numel() for p in model.parameters() if p.requires_grad)
     waits = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters())
     if asked is False:
@@ -165,6 +167,11 @@ def _checked(
     elif asked is None and numbers > LONG:
         missing["check"] = (
             f"not run unasked: it writes out {numbers:,} numbers one sample at a time; check=True runs it"
+        )
+    elif asked is None and n * found.elements > WALKED:
+        missing["check"] = (
+            f"not run unasked: it takes {n:,} backwards, one for each sample, through {found.elements:,} numbers each; "
+            "check=True runs it"
         )
     elif asked is None and waits:
         missing["check"] = (
@@ -177,16 +184,19 @@ def _checked(
     return None
 
 
+def _far(norm: float, limit: float) -> str:
+    return f"gradient norm {norm:.3g}, limit {limit:.3g}" if math.isfinite(norm) else "its gradient is not finite"
+
+
 def _more(each: BySample | None, checked: Checked | None) -> list[Flag]:
     """What the gradients by sample and the check have to say."""
     flags = []
     if each is not None:
         for k in each.outliers:
-            norm = float(each.norms[k])
-            flags.append(Flag("outlier", f"sample {each.ids[k]}", f"gradient norm {norm:.3g}, limit {each.limit:.3g}"))
+            flags.append(Flag("outlier", f"sample {each.ids[k]}", _far(float(each.norms[k]), each.limit)))
     interacting = (each and each.interacting) or (checked and checked.interacting)
     if interacting:
-        flags.append(Flag("interacting", "samples", interacting))
+        flags.append(Flag("interacting", "samples", interaction_told(interacting).removeprefix("samples ")))
     if checked is not None and not checked.ok and any(row.error > checked.tolerance for row in checked.rows):
         worst = checked.worst
         assert worst is not None

@@ -28,14 +28,14 @@ class Idle:
 
 @dataclass(frozen=True)
 class Stats:
-    """What a tensor holds. NaN and infinite values are counted, and left out of all else."""
+    """What a tensor holds. NaN and infinite values are counted, and left out of all else but the norm."""
 
     shape: tuple[int, ...]
     mean: float
     std: float
     min: float
     max: float
-    norm: float
+    norm: float  # NaN where a value is not finite
     zeros: float  # share
     nan: int
     inf: int
@@ -78,9 +78,10 @@ def measure(tensor: Tensor) -> Stats:
         low, high = flat.aminmax()
     std, mean = torch.std_mean(flat, correction=0)
     zeros = int((flat == 0).sum())
+    length = NAN if nan or inf else float(torch.linalg.vector_norm(flat))
     return Stats(
-        shape, float(mean), float(std), float(low), float(high), float(torch.linalg.vector_norm(flat)), zeros / total,
-        nan, inf, _histogram(flat, low, high), _idle(tensor) if zeros and tensor.dim() > 1 else {},
+        shape, float(mean), float(std), float(low), float(high), length, zeros / total, nan, inf,
+        _histogram(flat, low, high), _idle(tensor) if zeros and tensor.dim() > 1 else {},
     )  # fmt: skip
 
 

@@ -44,6 +44,22 @@
     }));
   }
 
+  // ---- the picture: a page of its own, as high as it needs to be and no higher than the window ---------------------
+
+  const frame = document.querySelector("#picture iframe");
+  if (frame) {
+    const needed = () => frame.contentDocument.body.getBoundingClientRect().height + 2;
+    const fit = () => { frame.style.height = `${Math.min(innerHeight * 0.92, needed())}px`; };
+    const grow = () => { if (needed() > frame.clientHeight) fit(); };
+    const ready = () => {
+      fit();
+      new MutationObserver(grow).observe(frame.contentDocument.body, { childList: true, subtree: true });
+    };
+    if (frame.contentDocument?.readyState === "complete" && frame.contentDocument.URL === "about:srcdoc") ready();
+    else frame.addEventListener("load", ready);
+    addEventListener("beforeprint", () => { frame.style.height = `${needed()}px`; });
+  }
+
   // ---- layers: filter ----------------------------------------------------------------------------------------------
 
   const layerRows = all("#layer-table tbody tr");
@@ -91,7 +107,8 @@
   // ---- samples -----------------------------------------------------------------------------------------------------
 
   const samples = data.samples;
-  const about = (k) => `sample ${samples.ids[k]}: norm ${brief(samples.norms[k])}, loss ${brief(data.losses[k])}`;
+  const labelOf = (k) => samples.labels?.[k] ?? "";
+  const about = (k) => `sample ${samples.ids[k]}${labelOf(k) && `, ${labelOf(k)}`}: norm ${brief(samples.norms[k])}, loss ${brief(data.losses[k])}`;
   let picked = null;
   const listeners = [];
   const pick = (k) => {
@@ -122,7 +139,7 @@
     box.replaceChildren();
     if (picked === null) return;
     const place = samples.norms.filter((norm) => Number(norm) > Number(samples.norms[picked])).length + 1;
-    box.append(list(`Sample ${samples.ids[picked]}`, [
+    box.append(list(`Sample ${samples.ids[picked]}${labelOf(picked) && `, ${labelOf(picked)}`}`, [
       ["loss", brief(data.losses[picked])],
       ["gradient norm", brief(samples.norms[picked])],
       ["place by norm", `${place} of ${samples.ids.length}`],
@@ -140,7 +157,7 @@
     if (parts) box.append(list("Largest parts of its gradient", parts.map(([i, norm]) => [make("code", samples.parameters[i]), brief(norm)])));
   };
   if (samples) {
-    samples.ids.forEach((id, k) => $("picker").append(make("option", `${id}${samples.outliers.includes(k) ? " (outlier)" : ""}`, { value: String(k) })));
+    samples.ids.forEach((id, k) => $("picker").append(make("option", `${id}${labelOf(k) && `, ${labelOf(k)}`}${samples.outliers.includes(k) ? " (outlier)" : ""}`, { value: String(k) })));
     $("picker").addEventListener("input", () => pick($("picker").value === "" ? picked : Number($("picker").value)));
     const step = (by) => pick(picked === null ? (by > 0 ? 0 : samples.ids.length - 1) : (picked + by + samples.ids.length) % samples.ids.length);
     $("before").addEventListener("click", () => step(-1));
@@ -151,11 +168,11 @@
   // ---- tokens ------------------------------------------------------------------------------------------------------
 
   const showTokens = () => {
-    const { rows, norms, text } = data.tokens;
+    const { rows, norms, text, ahead, apart } = data.tokens;
     const extent = (values) => values.map(Number).filter(Number.isFinite).reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, 0]);
     const together = $("token-scale").value === "all";
     // Padding is zero by definition, and would take the colours' lower end.
-    const scales = norms.map((row, i) => extent(row.filter((norm, position) => norm !== 0 && (!text || position < text[i].length))));
+    const scales = norms.map((row, i) => extent(row.filter((norm, position) => norm !== 0 && (!text || position + ahead < text[i].length))));
     const over = scales.reduce(([low, high], [l, h]) => [Math.min(low, l), Math.max(high, h)], [Infinity, 0]);
     $("token-least").textContent = together ? brief(over[0]) : "least";
     $("token-most").textContent = together ? brief(over[1]) : "most";
@@ -168,18 +185,21 @@
       button.setAttribute("aria-label", `Pick sample ${samples.ids[k]}`);
       button.addEventListener("click", () => pick(k));
       const paragraph = make("p");
+      if (labelOf(k)) paragraph.append(make("span", labelOf(k), { className: "chip" }));
       const [low, high] = together ? over : scales[i];
       const strength = (norm) => (high > low ? Math.max(0, norm - low) / (high - low) : norm > 0 ? 0.5 : 0);
       const shown = text ? text[i] : norms[i].map((_, position) => String(position));
-      shown.forEach((word, position) => {
+      shown.forEach((word, place) => {
+        const position = place - ahead;
         const norm = Number(norms[i][position] ?? NaN);
-        const token = make("span", word, { className: `token${text ? "" : " number"}` });
-        if (position < norms[i].length) {
+        const token = make("bdi", word, { className: `token${text ? "" : " number"}` });
+        if (position >= 0 && position < norms[i].length) {
           token.style.background = Number.isFinite(norm) ? `rgba(var(--coral-rgb), ${(0.75 * strength(norm)).toFixed(3)})` : "var(--bad-back)";
           token.dataset.tip = `${text ? `“${word}”, ` : ""}position ${position}: ${brief(norm)}`;
         } else {
           token.classList.add("plain");
         }
+        if (apart && place) paragraph.append(" ");
         paragraph.append(token);
         if (!text) paragraph.append("\u200b");
       });

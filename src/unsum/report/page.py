@@ -10,6 +10,7 @@ from importlib import resources
 import torch
 from torch import nn
 
+from unsum.check import interaction_told
 from unsum.report.charts import bars, brief, plain
 from unsum.report.data import BySample, Flag, Report
 from unsum.report.embed import embedded
@@ -66,7 +67,7 @@ def _header(made: Report, model: nn.Module) -> str:
     facts = {
         "samples": f"{len(losses):,}",
         "parameters": f"{parameters:,}",
-        "layers": f"{sum(layer.is_leaf for layer in made.layers):,}",
+        "layers": f"{len(made.layers):,}",
         "mean loss": brief(float(losses.mean())),
         "flags": f"{len(made.flags):,}",
     }
@@ -123,11 +124,12 @@ def _where(flag: Flag, at: dict[str, int]) -> str:
 
 
 def _picture(made: Report) -> str:
-    body = (
-        f'<figure class="scroll" tabindex="0" role="region" aria-label="Picture of the graph">{made.picture}</figure>'
-    )
+    # A page of its own within this one: the same that `picture.save("graph.html")` writes. In a quoted attribute only
+    # the quote and `&` have to be written otherwise; programs that look for the ends of scripts find this page's alone.
+    inside = made.foldable.replace("&", "&amp;").replace("'", "&#39;").replace("</script", "&lt;/script")
+    body = f"<iframe title='Picture of the graph' srcdoc='{inside}'></iframe>"
     lead = "The graph that the backward walks, from the sum of the losses to the parameters."
-    return _section("picture", "The picture", body if made.picture else _absent(made, "picture"), lead=lead)
+    return _section("picture", "The picture", body if made.foldable else _absent(made, "picture"), lead=lead)
 
 
 def _layers(made: Report) -> str:
@@ -170,7 +172,9 @@ def _samples(made: Report) -> str:
         f'<span class="axis">sample {each.ids[0]}</span><span class="axis end">{each.ids[-1]}</span></div>'
     )
     note = f"<p class=small>The {LISTED} largest of {len(each.ids):,}.</p>" if len(each.ids) > LISTED else ""
-    table = _scrolled(samples_table(each, made.losses.double().tolist()), "Loss and gradient norm of each sample")
+    table = _scrolled(
+        samples_table(each, made.losses.double().tolist(), made.labels), "Loss and gradient norm of each sample"
+    )
     lead = "The norm of each sample's gradient over all parameters. Pick a sample, here or in any picture below."
     return _section("samples", "Samples", _interacting(each) + chart + picker + note + table, lead=lead)
 
@@ -178,7 +182,8 @@ def _samples(made: Report) -> str:
 def _interacting(each: BySample) -> str:
     if each.interacting is None:
         return ""
-    why = escape(each.interacting.rstrip("."))
+    told = interaction_told(each.interacting.rstrip("."))
+    why = escape(told[:1].upper() + told[1:])
     share = "the derivative of the part of the loss that enters at its own outputs"
     return f'<p class="absent">{why}. What is shown is each sample\'s share: {share}.</p>'
 
@@ -191,7 +196,8 @@ def _tokens(made: Report) -> str:
     if len(each.left_out) > 6:
         left = left[:-1] + f" and {len(each.left_out) - 6} more."
     lead = (
-        f"The norm of each position's part of its sample's gradient: the stronger the colour, the larger.{escape(left)}"
+        "The norm of each position's part of its sample's gradient: the stronger the colour, the larger."
+        f"{_on(made)}{escape(left)}"
     )
     body = (
         '<div class="tools"><label>Colours <select id="token-scale"><option value="all">over all samples</option>'
@@ -200,6 +206,16 @@ def _tokens(made: Report) -> str:
         '<output id="token-note"></output></div><div id="token-map"></div>'
     )
     return _section("tokens", "Tokens", body, lead=lead)
+
+
+def _on(made: Report) -> str:
+    """Which token has a position's colour."""
+    if made.text is None:
+        return " The numbers are positions."
+    if not made.ahead:
+        return " A position's colour is on the token that is read there."
+    far = "the next one" if made.ahead == 1 else f"{made.ahead} further on"
+    return f" A position's colour is on the token that is predicted there, {far}, and not on the one that is read."
 
 
 def _similarity(made: Report) -> str:
@@ -238,7 +254,8 @@ def _check(made: Report) -> str:
         "every gradient by sample is that of plain autograd" if checked.ok else "not everything is as it should be"
     )
     lead = f"{chip('ok' if checked.ok else 'wrong')} {verdict} (tolerance {brief(checked.tolerance)})."
-    note = f'<p class="absent">Samples interact: {escape(checked.interacting)}</p>' if checked.interacting else ""
+    why = interaction_told(checked.interacting) if checked.interacting else ""
+    note = f'<p class="absent">{escape(why[:1].upper() + why[1:])}</p>' if why else ""
     table = _scrolled(check_table(checked), "Gradients by sample against plain autograd")
     return _section("check", "Check", note + table, lead=lead, is_open=not checked.ok)
 
@@ -246,7 +263,8 @@ def _check(made: Report) -> str:
 def _rules() -> str:
     items = "".join(f"<div><dt>{chip(kind)}</dt><dd>{escape(rule)}</dd></div>" for kind, rule in RULES.items())
     more = (
-        "<p>Statistics are over finite values; the standard deviation is that of the whole tensor (no correction). The "
+        "<p>Statistics are over finite values, but for norms, which are NaN where a value is not finite; the standard "
+        "deviation is that of the whole tensor (no correction). The "
         "losses were summed before the backward, so that a sample's gradient is that of its own loss. A histogram "
         f"counts {DRAWN:,} values at most, taken evenly.</p>"
     )

@@ -67,22 +67,30 @@ def _cells(stats: Stats | None, kind: str) -> str:
     size = max(abs(stats.min), abs(stats.max)) if not math.isnan(stats.min) else math.nan
     extremes = f"{brief(stats.min)} … {brief(stats.max)}"
     tip = f"from {brief(stats.min)} to {brief(stats.max)}; heights by the square root of the count"
+    of = ""
     if not stats.is_finite:
-        extremes = f"{stats.nan:,} NaN, {stats.inf:,} ∞"
-        tip += f"; {extremes} left out"
+        counts = f"{stats.nan:,} NaN" * bool(stats.nan), f"{stats.inf:,} ∞" * bool(stats.inf)
+        some = ", ".join(filter(None, counts))
+        tip, of = f"{tip}; {some} left out", "of finite values"
+        extremes = some if math.isnan(stats.min) else f"{some}<br>finite: {extremes}"
     return (
         f'<td data-value="{size:.6g}" data-tip="{escape(tip)}">{histogram(stats.histogram, kind)}'
         f'<span class="range">{extremes}</span></td>'
-        f"{_number(stats.mean)}{_number(stats.std)}"
+        f"{_number(stats.mean, of)}{_number(stats.std, of)}"
         f'<td class="number" data-value="{stats.zeros:.6g}">{stats.zeros:.0%}</td>{_number(stats.norm)}'
     )
 
 
-def _number(value: float | None) -> str:
-    return f'<td class="number" data-value="{"" if value is None else f"{value:.6g}"}">{brief(value)}</td>'
+def _number(value: float | None, of: str = "") -> str:
+    """A cell with a number; `of` says that it is one of a part of the values."""
+    part = f' data-tip="{of}"' if of else ""
+    said = (
+        f'{brief(value)}<span class="of">{of}</span>' if of and value is not None and value == value else brief(value)
+    )
+    return f'<td class="number"{part} data-value="{"" if value is None else f"{value:.6g}"}">{said}</td>'
 
 
-def samples_table(each: BySample, losses: Sequence[float]) -> str:
+def samples_table(each: BySample, losses: Sequence[float], labels: Sequence[str] | None = None) -> str:
     """The samples with the largest norms first; a button in each row picks it."""
     order = each.norms.nan_to_num(math.inf).argsort(descending=True).tolist()
     middle = float(each.norms[each.norms.isfinite()].median()) if bool(each.norms.isfinite().any()) else math.nan
@@ -95,14 +103,19 @@ def samples_table(each: BySample, losses: Sequence[float]) -> str:
             f'<tr data-sample="{k}"><th scope="row" data-value="{k}"><button type="button" class="pick" '
             f'data-sample="{k}" aria-label="Pick sample {each.ids[k]}">{each.ids[k]}</button></th>'
             f"{_number(losses[k])}{_number(norm)}{_number(times)}"
-            f'<td data-value="{int(k in far)}">{chip("outlier") if k in far else ""}</td></tr>'
+            f'<td data-value="{int(k in far)}">{chip("outlier") if k in far else ""}</td>'
+            f"{_label(labels[k]) if labels else ''}</tr>"
         )
     heads = _head("sample", "number") + "".join(_head(h, "number") for h in ("loss", "gradient norm", "× median"))
-    heads += _head("flag", "text")
+    heads += _head("flag", "text") + (_head("label", "text") if labels else "")
     return (
         '<table class="sortable" id="sample-table"><caption class="unseen">Loss and gradient norm of each sample'
         f"</caption><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     )
+
+
+def _label(text: str) -> str:
+    return f'<td data-value="{escape(text)}"><bdi>{escape(text)}</bdi></td>'
 
 
 def losses_table(losses: Sequence[float]) -> str:

@@ -35,6 +35,16 @@ def words(text: Text | None, batch: Any, n: int) -> list[list[str]] | None:
     return [[str(token) for token in row] for row in text]
 
 
+def labelled(labels: Sequence[str] | None, n: int) -> list[str] | None:
+    """The label of each of the n samples."""
+    if labels is None:
+        return None
+    if isinstance(labels, str) or not isinstance(labels, Sequence) or len(labels) != n:
+        got = f"{len(labels)}" if isinstance(labels, list | tuple) else _kind(labels)
+        raise OptionError(f"labels= takes a list of one string for each of the {n} samples; got {got}")
+    return [str(label) for label in labels]
+
+
 def _ids(batch: Any, n: int) -> list[list[int]]:
     for _, tensor in leaves(batch):
         if _are_ids(tensor) and tensor.dim() == 2 and len(tensor) == n:
