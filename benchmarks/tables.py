@@ -59,7 +59,7 @@ def norms(result: dict[str, Any]) -> str:
 def growth(result: dict[str, Any]) -> str:
     about = ", ".join(f"{key} {value}" for key, value in (result["machine"] | result["model"]).items()) + "."
     device, lines = result["device"], [about, ""]
-    for what, axis in (("samples", "B"), ("tokens", "T")):
+    for what in ("samples", "tokens"):
         lines += [
             f"![norms over a plain step, growing with {what}](growth/{device}_{what}.svg)",
             "",
@@ -72,12 +72,17 @@ def growth(result: dict[str, Any]) -> str:
             times = f"{each['plain']:.0f} | {each['norms']:.0f} | {ratio['median']:.2f}×"
             lines.append(f"| {row['B']} | {row['T']} | {times} | {spread} |")
         lines.append("")
+    return "\n".join(lines)
+
+
+def charts(result: dict[str, Any]) -> dict[str, str]:
+    """{file: SVG}: the pictures of growth."""
+    found, device = {}, result["device"]
+    for what, axis in (("samples", "B"), ("tokens", "T")):
         points = [(row[axis], row["to_plain"]["median"]) for row in result[what]]
         title = f"Norms over a plain step, {'CPU' if device == 'cpu' else 'GPU'}: growing with {axis}"
-        folder = PAGE.parent / "growth"
-        folder.mkdir(exist_ok=True)
-        (folder / f"{device}_{what}.svg").write_text(chart(title, axis, points, 1.5), encoding="utf-8")
-    return "\n".join(lines)
+        found[f"{device}_{what}.svg"] = chart(title, axis, points, 1.5)
+    return found
 
 
 def quantities(result: dict[str, Any]) -> str:
@@ -112,6 +117,9 @@ def main() -> None:
         after = rest.partition(END)[2]
         page = before + begin + make(json.loads((ROOT / "results" / f"{name}.json").read_text())) + "\n" + END + after
     PAGE.write_text(page)
+    for name, svg in charts(json.loads((ROOT / "results" / "growth_cpu.json").read_text())).items():
+        (PAGE.parent / "growth").mkdir(exist_ok=True)
+        (PAGE.parent / "growth" / name).write_text(svg, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def load(path, monkeypatch):
+    monkeypatch.syspath_prepend(str(path.parent))  # scripts import their neighbours
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, path.stem, module)  # dataclasses look their module up
@@ -32,6 +33,9 @@ def test_the_table_of_costs_is_made_from_the_last_results(monkeypatch):
     for name, make in tables.TABLES.items():
         result = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
         assert make(result) in page, name
+    growth = json.loads((ROOT / "benchmarks" / "results" / "growth_cpu.json").read_text())
+    for name, svg in tables.charts(growth).items():
+        assert (ROOT / "docs" / "growth" / name).read_text() == svg
 
 
 def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere():
