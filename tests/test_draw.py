@@ -46,7 +46,7 @@ class Drawn:
         return [g.get("data-gradient") for g in self.all(direction="backward") if g.get("data-tensor") == key]
 
     def notes(self):
-        return " ".join("".join(g.itertext()) for g in self.all(role="legend"))
+        return " ".join(" ".join("".join(g.itertext()).split()) for g in self.all(role="legend"))
 
 
 class MLP(nn.Module):
@@ -150,15 +150,15 @@ class Noisy(torch.autograd.Function):
         return grad + torch.randn_like(grad)
 
 
-def test_a_custom_function_is_called_only_if_asked_for_and_its_random_numbers_are_given_back():
+def test_a_custom_function_is_never_called_by_drawing():
     x = torch.randn(3, requires_grad=True)
-    loss = Noisy.apply(x).sum()
-    loss.backward(retain_graph=True)
-    drawn = draw(loss, data={"x": x})
-    assert "custom function" in drawn.all(direction="backward", gradient="thrown-away")[0].get("aria-label")
+    loss = Noisy.apply(x.exp()).sum()
     state = torch.get_rng_state()
-    assert all(g.get("data-norm") for g in draw(loss, data={"x": x}, flow=True).all(direction="backward"))
-    assert torch.equal(torch.get_rng_state(), state)
+    for flow in (None, True):
+        drawn = draw(loss, data={"x": x}, flow=flow)
+        assert torch.equal(torch.get_rng_state(), state)
+    assert "custom function" in drawn.all(direction="backward", gradient="stored")[0].get("aria-label")
+    assert [name for name, _ in norms_at(drawn)] == ["sum"]
 
 
 def test_sizes_before_a_backward_only_if_asked_for_and_never_if_freed():
@@ -727,3 +727,136 @@ def test_an_empty_trace_draws_itself():
     with unsum.capture(nn.Linear(1, 1), ":output", missing="ignore") as got:
         pass
     assert "nothing fired" in got.trace().picture().svg
+
+
+# ---- what drawing must not do, and must not say ----------------------------------------------------------------------
+
+
+class Inside(nn.Module):
+    """A layer within a reentrant checkpoint, and one after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.b(checkpoint(lambda h: torch.tanh(self.a(h)), x, use_reentrant=True))
+
+
+@pytest.mark.parametrize("retained", [False, True])
+def test_a_reentrant_checkpoint_is_not_run_by_drawing(retained):
+    model, x, fired = Inside(), torch.randn(3, 4, requires_grad=True), []
+    loss = model(x).sum()
+    if retained:
+        loss.backward(retain_graph=True)
+        model.zero_grad()
+        x.grad = None
+    model.a.weight.register_hook(lambda grad: fired.append("hook"))
+    model.a.register_forward_hook(lambda *_: fired.append("forward"))
+    drawn = draw(loss, model, {"x": x}, flow=True)
+    assert not fired and model.a.weight.grad is None
+    assert "custom function" in next(
+        g.get("aria-label") for g in drawn.all(direction="backward", gradient="stored") if " x " in g.get("aria-label")
+    )
+    assert any(g.get("data-norm") for g in drawn.all(direction="backward"))  # before the checkpoint it is known
+
+
+def test_a_reentrant_checkpoint_hides_what_is_inside_and_says_so():
+    model, x = Inside(), torch.randn(3, 4, requires_grad=True)
+    notes = draw(model(x).sum(), model, {"x": x}).notes()
+    assert "reentrant checkpoint" in notes and "not reached" not in notes and "may use them" in notes
+
+
+def norms_at(drawn):
+    """(operation's name, norm) of every gradient that comes back with a number."""
+    names = {g.get("data-key"): g.get("data-name") for g in drawn.all(role="operation")}
+    arrows = [g for g in drawn.all(direction="backward") if g.get("data-norm")]
+    return sorted((names[g.get("data-operation")], float(g.get("data-norm"))) for g in arrows)
+
+
+def test_a_view_that_is_used_twice_gives_each_use_its_own_size():
+    model, x = nn.Linear(4, 6), torch.randn(2, 4)
+    h = model(x).transpose(0, 1)
+    one, other = (h.relu() * 10).sum(), h.tanh().sum()
+    parts = [float(torch.autograd.grad(part, h, retain_graph=True)[0].norm()) for part in (one, other)]
+    found = dict(norms_at(draw(one + other, model, flow=True)))
+    assert found["relu"] == pytest.approx(parts[0], rel=1e-4) and found["tanh"] == pytest.approx(parts[1], rel=1e-4)
+
+
+def test_a_broadcast_that_is_used_twice_gives_no_number_that_is_not_its_own():
+    w, x = torch.randn(3, requires_grad=True), torch.randn(5, 3)
+    wide = (w * 2).expand(5, 3)
+    drawn = draw((wide * x).sum() + wide.exp().sum(), data={"x": x}, flow=True)
+    labels = [g.get("aria-label") for g in drawn.all(direction="backward") if "added to others" in g.get("aria-label")]
+    assert len(labels) == 2
+
+
+def test_sizes_of_complex_gradients_are_whole():
+    w, x = torch.randn(3, 4, dtype=torch.cfloat, requires_grad=True), torch.randn(4, dtype=torch.cfloat)
+    z = (w @ x) * 1j
+    loss = z.abs().square().sum()
+    (wanted,) = torch.autograd.grad(loss, z, retain_graph=True)
+    assert dict(norms_at(draw(loss, data={"x": x}, flow=True)))["abs"] == pytest.approx(float(wanted.norm()), rel=1e-4)
+
+
+@pytest.mark.parametrize("by", ["edit", "hook"])
+def test_behind_a_gradient_that_is_changed_there_is_no_number(by):
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1)), torch.randn(2, 4)
+    if by == "edit":
+        with unsum.edit(model, {"1:grad_output": unsum.zero()}) as edited:
+            loss = model(x).sum()
+            loss.backward(retain_graph=True)
+        drawn = draw(loss, model, {"x": x}, show=[edited])
+    else:
+        h = model[1](model[0](x))
+        h.register_hook(torch.zeros_like)
+        loss = model[2](h).sum()
+        loss.backward(retain_graph=True)
+        drawn = draw(loss, model, {"x": x})
+    names = [name for name, _ in norms_at(drawn)]
+    assert "relu" not in names and "sum" in names
+    labels = [g.get("aria-label") for g in drawn.all(direction="backward", gradient="thrown-away")]
+    assert sum("has changed the gradient" in label for label in labels) == 1
+
+
+def test_what_is_stored_and_not_what_flows_is_told_of():
+    model, x, y, loss = article()
+    loss.backward(retain_graph=True)
+    assert "not what flows" not in draw(loss, model, {"x": x, "y": y}).notes()
+    loss.backward(retain_graph=True)
+    assert "not what flows" in draw(loss, model, {"x": x, "y": y}).notes()
+
+
+class Half(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        return x * w
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def test_a_gradient_that_may_never_be_stored_is_not_promised():
+    model, w, x = nn.Linear(3, 3), nn.Parameter(torch.ones(3)), torch.randn(2, 3)
+    model.w = w
+    loss = Half.apply(model(x), w).sum()
+    assert "unless the custom function" in draw(loss, model).tensors()["w"].get("aria-label")
+    loss.backward()
+    assert ".grad, which is empty" in draw(loss, model).tensors()["w"].get("aria-label")
+    model.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    loss = model(x).sum()
+    model.zero_grad()
+    assert "clears it" in draw(loss, model).tensors()["weight"].get("aria-label")
+    loss.backward()
+    assert ".grad will hold it" not in draw(loss, model).tensors()["weight"].get("aria-label")
+
+
+def test_a_jagged_tensor_is_drawn_without_sizes():
+    model = nn.Linear(4, 6)
+    ragged = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(4, 4)], layout=torch.jagged)
+    loss = model(ragged).values().sum()
+    loss.backward(retain_graph=True)
+    drawn = draw(loss, model)
+    assert set(drawn.tensors("parameter")) == {"weight", "bias"}
+    assert any("cannot be called by hand" in g.get("aria-label") for g in drawn.all(direction="backward"))

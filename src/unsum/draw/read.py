@@ -8,13 +8,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
 from unsum.draw.acts import acted_by, cut_of, sites_of
 from unsum.draw.entering import Named, find
-from unsum.draw.flowing import flows_of
+from unsum.draw.flowing import differs, flows_of
 from unsum.draw.scene import Facts, Role, Scene, build
-from unsum.graph.nodes import Edge, Node, is_leaf, ordered, place
+from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered, place
 from unsum.sites import Names
+
+_DIFFERS = (
+    "What is stored is not what flows here: .grad holds the sum of several backwards, or hooks have changed it. Sizes "
+    "at stored gradients are those of .grad, the others those of one backward without hooks"
+)
 
 
 @dataclass(frozen=True)
@@ -50,15 +56,16 @@ def read(
     roles = _roles(reached, known, data)
     retained = _retained(nodes)
     is_after = any(leaf.grad is not None for leaf in (*reached.values(), *retained.values()))
-    flows, silence = flows_of(loss, nodes, asked=flow, is_after=is_after)
     named = [Named(name, t, "data") for name, t in data.items() if not t.requires_grad]
     entries, notes = find(nodes, [*named, *_frozen(known)])
     acted = acted_by(show)
     sites, leaf_sites = sites_of(acted, nodes, [*reached.values(), *data.values()], known.names)
     cut, meetings = cut_of(acted, nodes, known.names)
+    changed = {edge for edge, marks in sites.items() if any(_changes(how, site) for how, site in marks)}
+    flowing = flows_of(loss, nodes, changed | _hooked(nodes), asked=flow, is_after=is_after)
     facts = Facts(
-        loss=place(loss), leaves=roles, named=_named(data), retained=retained, entries=entries, flows=flows,
-        silence=silence, sites=sites, leaf_sites=leaf_sites, cut=cut, meetings=meetings, show_views=views,
+        loss=place(loss), leaves=roles, named=_named(data), retained=retained, entries=entries, flowing=flowing,
+        custom=_custom(nodes), sites=sites, leaf_sites=leaf_sites, cut=cut, meetings=meetings, show_views=views,
     )  # fmt: skip
     scene = build(nodes, facts)
     by_name = {all_names[0]: all_names for all_names in known.names.values()}
@@ -67,6 +74,8 @@ def read(
         for key, box in scene.boxes.items()
         if box.role == "parameter" and box.name in by_name
     }
+    if any(differs(reached[key], value) for key, value in flowing.arrived.items()):
+        notes.append(_DIFFERS)
     return replace(scene, notes=[*_notes(reached, known, data, nodes, names), *_short(notes)]), owners
 
 
@@ -98,6 +107,38 @@ def _retained(nodes: Sequence[Node]) -> dict[Edge, Tensor]:
     return found
 
 
+def _hooked(nodes: Sequence[Node]) -> set[Edge]:
+    """The intermediate tensors whose gradient a hook of the user's may replace, of those that somebody can read."""
+    inside = set(nodes)
+    found: set[Edge] = set()
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Tensor) and _has_hooks(thing) and thing.grad_fn in inside:
+            found.add(place(thing))
+    return found
+
+
+def _has_hooks(tensor: Tensor) -> bool:
+    try:
+        hooks = (tensor._backward_hooks or {}).values() if tensor.grad_fn is not None else ()
+    except (RuntimeError, ReferenceError, NotImplementedError):
+        return False
+    return any(not type(hook).__module__.startswith("unsum.") for hook in hooks)
+
+
+def _changes(how: str, site: str) -> bool:
+    return how == "edited" and site.rpartition(":")[2].startswith("grad")
+
+
+def _custom(nodes: Sequence[Node]) -> set[int]:
+    """The leaves that only custom functions use."""
+    users: dict[int, list[bool]] = {}
+    for node in nodes:
+        for _, child, _ in below(node):
+            if is_leaf(child):
+                users.setdefault(id(child.variable), []).append(isinstance(node, BackwardCFunction))
+    return {key for key, kinds in users.items() if all(kinds)}
+
+
 def _retains(tensor: Tensor) -> bool:
     try:
         return bool(tensor.retains_grad)
@@ -127,9 +168,13 @@ def _notes(
     notes = []
     if any("CompiledFunction" in node.name() for node in nodes):
         notes.append("A compiled model is one opaque operation: what happens in it is not in the graph")
+    inner = any("CheckpointFunction" in node.name() for node in nodes)
+    if inner:
+        notes.append("A reentrant checkpoint is one opaque operation: what happens in it is not in the graph")
     missed = [known.names[key][0] for key, p in known.tensors.items() if p.requires_grad and key not in reached]
     if missed and not any("CompiledFunction" in node.name() for node in nodes):
-        notes.append(f"Trainable, but not reached from the loss: {_listed(missed)}")
+        hides = "not in the graph; the checkpoint may use them" if inner else "not reached from the loss"
+        notes.append(f"Trainable, but {hides}: {_listed(missed)}")
     inside = set(nodes)
     for name, tensor in data.items():
         if tensor.requires_grad and place(tensor)[0] not in inside:
