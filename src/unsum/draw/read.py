@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from unsum.draw.acts import acted_by, cut_of, sites_of
-from unsum.draw.entering import Named, find
+from unsum.draw.entering import FROZEN, Named, find
 from unsum.draw.flowing import differs, flows_of
 from unsum.draw.scene import Facts, Role, Scene, build
 from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered, place
@@ -56,7 +56,7 @@ def read(
     roles = _roles(reached, known, data)
     retained = _retained(nodes)
     is_after = any(leaf.grad is not None for leaf in (*reached.values(), *retained.values()))
-    named = [Named(name, t, "data") for name, t in data.items() if not t.requires_grad]
+    named = [Named(name, t, "data") for name, t in data.items() if not t.requires_grad and id(t) not in known.tensors]
     entries, notes = find(nodes, [*named, *_frozen(known)])
     acted = acted_by(show)
     sites, leaf_sites = sites_of(acted, nodes, [*reached.values(), *data.values()], known.names)
@@ -82,11 +82,11 @@ def read(
 def _roles(reached: Mapping[int, Tensor], known: _Leaves, data: Mapping[str, Tensor]) -> dict[int, tuple[Role, str]]:
     by_id = {id(tensor): name for name, tensor in data.items()}
     roles: dict[int, tuple[Role, str]] = {}
-    for key in reached:
-        if key in by_id:
-            roles[key] = ("data", by_id[key])
-        elif key in known.names:
+    for key, tensor in reached.items():
+        if key in known.names:
             roles[key] = ("parameter", known.names[key][0])
+        elif key in by_id:
+            roles[key] = ("parameter" if isinstance(tensor, nn.Parameter) else "data", by_id[key])
         else:
             roles[key] = ("parameter", f"leaf {sum(1 for r in roles if r not in by_id and r not in known.names)}")
     return roles
@@ -185,11 +185,12 @@ def _notes(
 
 
 def _short(notes: list[str]) -> list[str]:
-    frozen = [note.partition(":")[0] for note in notes if ": frozen, and not in the graph" in note]
-    rest = [note for note in notes if ": frozen, and not in the graph" not in note]
-    if len(frozen) > 1:
-        return [*rest, f"Frozen, and not in the graph (nothing before them needs a gradient): {_listed(frozen)}"]
-    return notes
+    frozen = [note.partition(":")[0] for note in notes if note.endswith(FROZEN)]
+    if len(frozen) < 2:
+        return notes
+    return [note for note in notes if not note.endswith(FROZEN)] + [
+        f"{FROZEN[0].upper()}{FROZEN[1:]}: {_listed(frozen)}"
+    ]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from unsum.draw.entering import Entry
 from unsum.draw.flowing import FREED, Flowing, Slot, size_of
+from unsum.draw.places import operation_name
 from unsum.graph.nodes import Edge, Node, below, is_leaf
 from unsum.svg import by
 
@@ -25,6 +24,9 @@ _VIEWS = {
     *("ReshapeAliasBackward0", "ViewAsBackward0", "AliasBackward0", "ToCopyBackward0", "CloneBackward0"),
     *("ExpandBackward0", "UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2"),
 }
+_BY_SHAPE = (
+    ". Found by its shape alone, in the one place where it fits: nothing is kept there (any more) that could prove it"
+)
 _SUMS = ("ExpandBackward0", "ToCopyBackward0")  # these change the norm of what comes back
 
 
@@ -143,22 +145,6 @@ def _is_passed(node: Node, facts: Facts, cut: set[Edge]) -> bool:
     return not (seen or edge == facts.loss or node in facts.meetings)
 
 
-def operation_name(node: Node) -> str:
-    """A node's name as it is said.
-
-    Examples:
-        >>> operation_name(torch.ones(2, requires_grad=True).log_softmax(0).grad_fn)
-        'log_softmax'
-    """
-    name = re.sub(r"Backward\d*$", "", node.name().rpartition(".")[2].rpartition("::")[2])
-    if name == "CompiledFunction":
-        return "compiled"
-    if isinstance(node, torch.autograd.function.BackwardCFunction):
-        return name
-    name = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])", "_", name).lower()
-    return name.removeprefix("native_").replace("scaled_dot_product", "sdp").replace("_for_cpu", "")
-
-
 def _leaf(key: str, tensor: Tensor, facts: Facts) -> Box:
     role, name = facts.leaves[id(tensor)]
     norms = () if tensor.grad is None else (size_of(tensor.grad),)
@@ -251,11 +237,11 @@ def _entering(
         node = entry.node
         while node in passed:
             node = above[node]
-        key = f"e{entry.name}"
+        key = f"e{entry.role}.{entry.name}"  # data may be called as a parameter is
         what = "a frozen parameter" if entry.role == "parameter" else "data"
         why = f"{what} (requires_grad=False): autograd computes no gradient for it"
         boxes.setdefault(key, Box(key, entry.role, entry.name, tuple(entry.tensor.shape), "none", why))
-        seen = "" if entry.how == "saved" else ". Found by its shape: the graph has not kept it"
+        seen = "" if entry.how == "saved" else _BY_SHAPE
         arrows.setdefault((key, f"o{number[node]}"), Arrow(key, f"o{number[node]}", "none", why + seen))
         sites = tuple(facts.leaf_sites.get(id(entry.tensor), ()))
         boxes[key] = replace(boxes[key], sites=sites)
