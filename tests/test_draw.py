@@ -932,3 +932,56 @@ def test_data_may_have_the_name_of_a_frozen_parameter():
 def test_what_was_copied_before_it_was_used_could_not_be_found():
     model, x = nn.LSTM(5, 6, batch_first=True), torch.randn(3, 4, 5)
     assert "x (3×4×5): it could not be found" in draw(model(x)[0].sum(), model, {"x": x}).notes()
+
+
+# ---- names and shapes of groups --------------------------------------------------------------------------------------
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(4, 4) for _ in range(3))
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.out((self.q(x) @ self.k(x).transpose(-1, -2)).softmax(-1) @ self.v(x))
+
+
+def test_what_stands_side_by_side_is_not_drawn_once():
+    x, other = torch.randn(2, 4), torch.randn(2, 4)
+    towers = nn.ModuleDict({"a": nn.Linear(4, 3), "b": nn.Linear(4, 3)})
+    drawn = draw((towers["a"](x) * towers["b"](other)).sum(), towers, {"x": x, "other": other})
+    assert {"a", "b"} <= set(groups(drawn)) and {"a.weight", "b.weight"} <= set(drawn.tensors("parameter"))
+    model = Attends()
+    assert {"q", "k", "v", "out"} <= set(groups(draw(model(x).sum(), model, {"x": x})))
+
+
+def test_a_folded_layer_shows_the_shapes_that_go_in_and_come_out():
+    model, x = nn.Sequential(nn.Linear(32, 100), nn.ReLU(), nn.Linear(100, 5)), torch.randn(2, 7, 32)
+    text = unsum.draw(model(x).logsumexp(-1).sum(), model, {"x": x}, fold=1).svg
+    assert "2×7×32 → 2×7×100" in text and "2×7×100 → 2×7×5" in text and "→ 14×" not in text
+
+
+def test_a_leaf_is_no_loss():
+    with pytest.raises(OptionError, match="is a leaf"):
+        unsum.draw(nn.Parameter(torch.tensor(2.0)))
+
+
+def test_a_glob_that_fits_nothing_is_told_what_there_is():
+    model, _, _, loss = article()
+    with pytest.raises(OptionError, match="there are: fc1, fc2"):
+        unsum.draw(loss, model, fold="zzz")
+    with pytest.raises(OptionError, match="none without model="):
+        unsum.draw(loss, fold="zzz")
+
+
+def test_arrows_do_not_run_through_the_names_of_frames():
+    model, x, y, loss = article()
+    drawn = draw(loss, model, {"x": x, "y": y})
+    everything = list(drawn.root.iter())
+    plates = [k for k, e in enumerate(everything) if e.get("class") == "plate"]
+    arrows = [k for k, e in enumerate(everything) if "backward" in (e.get("class") or "").split()]
+    names = [k for k, e in enumerate(everything) if e.get("class") == "name"]
+    in_picture = [k for k in arrows if k < names[0]]
+    assert len(plates) == len(names) == 3 and max(in_picture) < min(plates)
+    assert all(everything[plate + 1].get("class") == "name" for plate in plates)

@@ -71,6 +71,7 @@ class Arrow:
     through: tuple[str, ...] = ()  # views on the way
     norms: tuple[float, ...] = ()  # of what comes back along this arrow
     is_sum: bool = False  # the norm is that of all that comes back to the tensor
+    shape: tuple[int, ...] | None = None  # as the layer returns it, if that is not the tensor's own
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,8 @@ def _arrows(
         why = box.why if size is not None or box.norms or not quiet else f"{box.why}. {quiet}"
         through = tuple(_through(view) for view, _ in way)
         norms = () if size is None else (size,)
-        found.append(Arrow(box.key, f"o{number[node]}", box.gradient, why, through, norms))
+        returned = _returned(child, way)
+        found.append(Arrow(box.key, f"o{number[node]}", box.gradient, why, through, norms, shape=returned))
     return found
 
 
@@ -221,6 +223,15 @@ def _sent(first: Slot, way: Sequence[Slot], used: Mapping[Edge, int], flowing: F
             break
         at = (view, slot)
     return flowing.sizes.get(at), flowing.quiet.get(at, flowing.silence)
+
+
+def _returned(maker: Node, way: Sequence[Slot]) -> tuple[int, ...] | None:
+    """A linear layer makes rows of its input, and a view puts its result back into shape."""
+    if not way or is_leaf(maker) or maker.name() not in ("MmBackward0", "AddmmBackward0"):
+        return None
+    rows, shape = (tuple(node._input_metadata[0].shape) for node in (maker, way[-1][0]))
+    is_back = way[-1][0].name() in ("ViewBackward0", "UnsafeViewBackward0") and len(shape) > 2
+    return shape if is_back and shape[-1] == rows[-1] else None
 
 
 def _through(node: Node) -> str:
