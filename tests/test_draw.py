@@ -1,8 +1,10 @@
 """The picture says what autograd does: asserted on its structure, never on pixels."""
 
 import gc
+import json
 import re
 import weakref
+from collections import OrderedDict
 from xml.etree import ElementTree
 
 import pytest
@@ -654,13 +656,40 @@ def test_two_pictures_on_a_page_do_not_share_names():
     assert "prefers-color-scheme: dark" in rules
 
 
-def test_every_group_has_a_state_on_the_page():
+def pages(picture):
+    """The pictures on a page, each with the groups that are open in it, and where clicks lead from each."""
+    pictures = re.findall(r'<template data-picture="\d+">(.*?)</template>', picture.html, re.DOTALL)
+    moves = json.loads(re.search(r'id="moves">(.*?)</script>', picture.html, re.DOTALL)[1])
+    opened = []
+    for svg in pictures:
+        found = ElementTree.fromstring(svg).iter(f"{SVG}g")
+        opened.append({g.get("data-name") for g in found if g.get("data-folded") == "false"})
+    return opened, moves
+
+
+def test_several_groups_can_be_open_at_once_on_the_page():
     model, x = Deep(3), torch.randn(3, 4)
-    picture = unsum.draw(model(x).sum(), model, {"x": x}, fold=1)
-    states = re.findall(r'<template data-open="([^"]*)"', picture.html)
-    for name in groups(Drawn(picture)):
-        assert f"+{name}" in states and f"-{name}" in states
-    assert "+blocks.0.up" in states and states[0] == ""
+    opened, moves = pages(unsum.draw(model(x).sum(), model, {"x": x}, fold=1))
+    assert opened[0] == {""} and set(moves[0]) == {"", "first", "blocks.0", "head"}
+    here = 0
+    for name in ("first", "blocks.0", "blocks.0.up", "head"):
+        here = moves[here][name]
+    assert here >= 0 and opened[here] == {"", "first", "blocks.0", "blocks.0.up", "head"}
+    here = moves[here]["blocks.0"]  # what is in it folds with it
+    assert opened[here] == {"", "first", "head"}
+
+
+def test_a_page_promises_no_click_that_leads_nowhere():
+    layers = {f"l{k}": nn.Sequential(nn.Linear(4, 4 + k), nn.Linear(4 + k, 4)) for k in range(60)}
+    model, x = nn.Sequential(OrderedDict(layers)), torch.randn(3, 4)
+    opened, moves = pages(unsum.draw(model(x).sum(), model, {"x": x}, fold=1))
+    for k, (names, ways) in enumerate(zip(opened, moves, strict=True)):
+        for name, to in ways.items():
+            there = opened[to if to >= 0 else ~to]
+            assert (name in there) != (name in names), (k, name)
+            if to >= 0 and name not in names:
+                assert there == names | {name}
+    assert len(opened) == len(moves) <= 150 and any(to < 0 for ways in moves for to in ways.values())
 
 
 def test_text_from_the_user_is_escaped():
