@@ -752,6 +752,21 @@ def test_a_trace_is_a_time_line_in_the_order_of_its_events(tmp_path):
     assert str(trace).splitlines()[0].startswith("fc1:input")
 
 
+def test_a_long_trace_goes_on_below_and_can_be_read():
+    model, x = nn.Sequential(*[nn.Linear(4, 4) for _ in range(30)]), torch.randn(2, 4)
+    with unsum.capture(model, "*:input", "*:output", "*:grad_output", missing="ignore") as got:
+        model(x).sum().backward()
+    picture = got.trace().picture()
+    drawn = Drawn(picture)
+    wide = float(drawn.root.get("viewBox").split()[2])
+    events = drawn.all(role="event")
+    assert wide <= 1440 and [g.get("data-order") for g in events] == [str(k) for k in range(len(got.trace()))]
+    places = [(float(g.find(f"{SVG}rect").get("y")), float(g.find(f"{SVG}rect").get("x"))) for g in events]
+    rows = [k for k in range(1, len(places)) if places[k][1] < places[k - 1][1]]  # where it goes on below
+    assert rows and all(places[k][0] > max(y for y, _ in places[:k]) for k in rows)
+    assert "max-width: none !important" in picture.html and "overflow-x: auto" in picture.html
+
+
 def test_an_empty_trace_draws_itself():
     with unsum.capture(nn.Linear(1, 1), ":output", missing="ignore") as got:
         pass
