@@ -42,10 +42,10 @@ def draw(
         data: Names for tensors: inputs, targets, and also intermediate ones.
         fold: None opens as much as fits on a screen. A number opens groups down to that depth, 0 being the model
             itself; a glob, or several, names the modules that are folded.
-        repeat: False draws blocks that repeat each by itself.
+        repeat: False draws each block by itself, also those that repeat one after the other.
         views: True draws transposes, reshapes and casts as operations of their own, not as part of an arrow.
-        flow: Whether to compute the sizes of gradients that nobody has stored, by calling the nodes by hand. None: if
-            a backward has run and left the graph alive.
+        flow: Whether to compute the sizes of gradients that nobody has stored, by calling the nodes by hand (custom
+            functions excepted). None: if a backward has run and left the graph alive.
         show: What `capture`, `edit` and `gradients` gave you, to show where they acted. Open blocks are shown anyway.
 
     Examples:
