@@ -12,7 +12,7 @@ from unsum.draw.fold import Folding, Group
 from unsum.draw.paint import paint
 
 # What can be seen by clicks: each is a picture of its own on the page, and the page must still load.
-_PICTURES, _LETTERS = 150, 6_000_000
+_PICTURES, _LETTERS = 150, 4_000_000
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">

@@ -62,7 +62,9 @@ def read(
     sites, leaf_sites = sites_of(acted, nodes, [*reached.values(), *data.values()], known.names)
     cut, meetings = cut_of(acted, nodes, known.names)
     changed = {edge for edge, marks in sites.items() if any(_changes(how, site) for how, site in marks)}
-    flowing = flows_of(loss, nodes, changed | _hooked(nodes), asked=flow, is_after=is_after)
+    if flow is not False:
+        changed |= _hooked(nodes)
+    flowing = flows_of(loss, nodes, changed, asked=flow, is_after=is_after)
     facts = Facts(
         loss=place(loss), leaves=roles, named=_named(data), retained=retained, entries=entries, flowing=flowing,
         custom=_custom(nodes), sites=sites, leaf_sites=leaf_sites, cut=cut, meetings=meetings, show_views=views,
@@ -119,7 +121,7 @@ def _hooked(nodes: Sequence[Node]) -> set[Edge]:
 
 def _has_hooks(tensor: Tensor) -> bool:
     try:
-        hooks = (tensor._backward_hooks or {}).values() if tensor.grad_fn is not None else ()
+        hooks = (tensor._backward_hooks or {}).values()
     except (RuntimeError, ReferenceError, NotImplementedError):
         return False
     return any(not type(hook).__module__.startswith("unsum.") for hook in hooks)
