@@ -61,10 +61,7 @@ def read(
     acted = acted_by(show)
     sites, leaf_sites = sites_of(acted, nodes, [*reached.values(), *data.values()], known.names)
     cut, meetings = cut_of(acted, nodes, known.names)
-    changed = {edge for edge, marks in sites.items() if any(_changes(how, site) for how, site in marks)}
-    if flow is not False:
-        changed |= _hooked(nodes)
-    flowing = flows_of(loss, nodes, changed, asked=flow, is_after=is_after)
+    flowing = flows_of(loss, nodes, _changed(nodes, sites), asked=flow, is_after=is_after)
     facts = Facts(
         loss=place(loss), leaves=roles, named=_named(data), retained=retained, entries=entries, flowing=flowing,
         custom=_custom(nodes), sites=sites, leaf_sites=leaf_sites, cut=cut, meetings=meetings, show_views=views,
@@ -127,8 +124,10 @@ def _has_hooks(tensor: Tensor) -> bool:
     return any(not type(hook).__module__.startswith("unsum.") for hook in hooks)
 
 
-def _changes(how: str, site: str) -> bool:
-    return how == "edited" and site.rpartition(":")[2].startswith("grad")
+def _changed(nodes: Sequence[Node], sites: Mapping[Edge, Sequence[tuple[str, str]]]) -> set[Edge]:
+    """The intermediate tensors whose gradient an edit or a hook may replace."""
+    edited = {e for e, marks in sites.items() if any(h == "edited" and ":grad" in site for h, site in marks)}
+    return edited | _hooked(nodes)
 
 
 def _custom(nodes: Sequence[Node]) -> set[int]:
