@@ -1,8 +1,10 @@
 """The picture says what autograd does: asserted on its structure, never on pixels."""
 
 import gc
+import json
 import re
 import weakref
+from collections import OrderedDict
 from xml.etree import ElementTree
 
 import pytest
@@ -46,7 +48,7 @@ class Drawn:
         return [g.get("data-gradient") for g in self.all(direction="backward") if g.get("data-tensor") == key]
 
     def notes(self):
-        return " ".join("".join(g.itertext()) for g in self.all(role="legend"))
+        return " ".join(" ".join("".join(g.itertext()).split()) for g in self.all(role="legend"))
 
 
 class MLP(nn.Module):
@@ -150,15 +152,15 @@ class Noisy(torch.autograd.Function):
         return grad + torch.randn_like(grad)
 
 
-def test_a_custom_function_is_called_only_if_asked_for_and_its_random_numbers_are_given_back():
+def test_a_custom_function_is_never_called_by_drawing():
     x = torch.randn(3, requires_grad=True)
-    loss = Noisy.apply(x).sum()
-    loss.backward(retain_graph=True)
-    drawn = draw(loss, data={"x": x})
-    assert "custom function" in drawn.all(direction="backward", gradient="thrown-away")[0].get("aria-label")
+    loss = Noisy.apply(x.exp()).sum()
     state = torch.get_rng_state()
-    assert all(g.get("data-norm") for g in draw(loss, data={"x": x}, flow=True).all(direction="backward"))
-    assert torch.equal(torch.get_rng_state(), state)
+    for flow in (None, True):
+        drawn = draw(loss, data={"x": x}, flow=flow)
+        assert torch.equal(torch.get_rng_state(), state)
+    assert "custom function" in drawn.all(direction="backward", gradient="stored")[0].get("aria-label")
+    assert [name for name, _ in norms_at(drawn)] == ["sum"]
 
 
 def test_sizes_before_a_backward_only_if_asked_for_and_never_if_freed():
@@ -654,13 +656,40 @@ def test_two_pictures_on_a_page_do_not_share_names():
     assert "prefers-color-scheme: dark" in rules
 
 
-def test_every_group_has_a_state_on_the_page():
+def pages(picture):
+    """The pictures on a page, each with the groups that are open in it, and where clicks lead from each."""
+    pictures = re.findall(r'<template data-picture="\d+">(.*?)</template>', picture.html, re.DOTALL)
+    moves = json.loads(re.search(r'id="moves">(.*?)</script>', picture.html, re.DOTALL)[1])
+    opened = []
+    for svg in pictures:
+        found = ElementTree.fromstring(svg).iter(f"{SVG}g")
+        opened.append({g.get("data-name") for g in found if g.get("data-folded") == "false"})
+    return opened, moves
+
+
+def test_several_groups_can_be_open_at_once_on_the_page():
     model, x = Deep(3), torch.randn(3, 4)
-    picture = unsum.draw(model(x).sum(), model, {"x": x}, fold=1)
-    states = re.findall(r'<template data-open="([^"]*)"', picture.html)
-    for name in groups(Drawn(picture)):
-        assert f"+{name}" in states and f"-{name}" in states
-    assert "+blocks.0.up" in states and states[0] == ""
+    opened, moves = pages(unsum.draw(model(x).sum(), model, {"x": x}, fold=1))
+    assert opened[0] == {""} and set(moves[0]) == {"", "first", "blocks.0", "head"}
+    here = 0
+    for name in ("first", "blocks.0", "blocks.0.up", "head"):
+        here = moves[here][name]
+    assert here >= 0 and opened[here] == {"", "first", "blocks.0", "blocks.0.up", "head"}
+    here = moves[here]["blocks.0"]  # what is in it folds with it
+    assert opened[here] == {"", "first", "head"}
+
+
+def test_a_page_promises_no_click_that_leads_nowhere():
+    layers = {f"l{k}": nn.Sequential(nn.Linear(4, 4 + k), nn.Linear(4 + k, 4)) for k in range(60)}
+    model, x = nn.Sequential(OrderedDict(layers)), torch.randn(3, 4)
+    opened, moves = pages(unsum.draw(model(x).sum(), model, {"x": x}, fold=1))
+    for k, (names, ways) in enumerate(zip(opened, moves, strict=True)):
+        for name, to in ways.items():
+            there = opened[to if to >= 0 else ~to]
+            assert (name in there) != (name in names), (k, name)
+            if to >= 0 and name not in names:
+                assert there == names | {name}
+    assert len(opened) == len(moves) <= 150 and any(to < 0 for ways in moves for to in ways.values())
 
 
 def test_text_from_the_user_is_escaped():
@@ -723,7 +752,280 @@ def test_a_trace_is_a_time_line_in_the_order_of_its_events(tmp_path):
     assert str(trace).splitlines()[0].startswith("fc1:input")
 
 
+def test_a_long_trace_goes_on_below_and_can_be_read():
+    model, x = nn.Sequential(*[nn.Linear(4, 4) for _ in range(30)]), torch.randn(2, 4)
+    with unsum.capture(model, "*:input", "*:output", "*:grad_output", missing="ignore") as got:
+        model(x).sum().backward()
+    picture = got.trace().picture()
+    drawn = Drawn(picture)
+    wide = float(drawn.root.get("viewBox").split()[2])
+    events = drawn.all(role="event")
+    assert wide <= 1440 and [g.get("data-order") for g in events] == [str(k) for k in range(len(got.trace()))]
+    places = [(float(g.find(f"{SVG}rect").get("y")), float(g.find(f"{SVG}rect").get("x"))) for g in events]
+    rows = [k for k in range(1, len(places)) if places[k][1] < places[k - 1][1]]  # where it goes on below
+    assert rows and all(places[k][0] > max(y for y, _ in places[:k]) for k in rows)
+    assert "max-width: none !important" in picture.html and "overflow-x: auto" in picture.html
+
+
 def test_an_empty_trace_draws_itself():
     with unsum.capture(nn.Linear(1, 1), ":output", missing="ignore") as got:
         pass
     assert "nothing fired" in got.trace().picture().svg
+
+
+# ---- what drawing must not do, and must not say ----------------------------------------------------------------------
+
+
+class Inside(nn.Module):
+    """A layer within a reentrant checkpoint, and one after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.b(checkpoint(lambda h: torch.tanh(self.a(h)), x, use_reentrant=True))
+
+
+@pytest.mark.parametrize("retained", [False, True])
+def test_a_reentrant_checkpoint_is_not_run_by_drawing(retained):
+    model, x, fired = Inside(), torch.randn(3, 4, requires_grad=True), []
+    loss = model(x).sum()
+    if retained:
+        loss.backward(retain_graph=True)
+        model.zero_grad()
+        x.grad = None
+    model.a.weight.register_hook(lambda grad: fired.append("hook"))
+    model.a.register_forward_hook(lambda *_: fired.append("forward"))
+    drawn = draw(loss, model, {"x": x}, flow=True)
+    assert not fired and model.a.weight.grad is None
+    assert "custom function" in next(
+        g.get("aria-label") for g in drawn.all(direction="backward", gradient="stored") if " x " in g.get("aria-label")
+    )
+    assert any(g.get("data-norm") for g in drawn.all(direction="backward"))  # before the checkpoint it is known
+
+
+def test_a_reentrant_checkpoint_hides_what_is_inside_and_says_so():
+    model, x = Inside(), torch.randn(3, 4, requires_grad=True)
+    notes = draw(model(x).sum(), model, {"x": x}).notes()
+    assert "reentrant checkpoint" in notes and "not reached" not in notes and "may use them" in notes
+
+
+def norms_at(drawn):
+    """(operation's name, norm) of every gradient that comes back with a number."""
+    names = {g.get("data-key"): g.get("data-name") for g in drawn.all(role="operation")}
+    arrows = [g for g in drawn.all(direction="backward") if g.get("data-norm")]
+    return sorted((names[g.get("data-operation")], float(g.get("data-norm"))) for g in arrows)
+
+
+def test_a_view_that_is_used_twice_gives_each_use_its_own_size():
+    model, x = nn.Linear(4, 6), torch.randn(2, 4)
+    h = model(x).transpose(0, 1)
+    one, other = (h.relu() * 10).sum(), h.tanh().sum()
+    parts = [float(torch.autograd.grad(part, h, retain_graph=True)[0].norm()) for part in (one, other)]
+    found = dict(norms_at(draw(one + other, model, flow=True)))
+    assert found["relu"] == pytest.approx(parts[0], rel=1e-4) and found["tanh"] == pytest.approx(parts[1], rel=1e-4)
+
+
+def test_a_broadcast_that_is_used_twice_gives_no_number_that_is_not_its_own():
+    w, x = torch.randn(3, requires_grad=True), torch.randn(5, 3)
+    wide = (w * 2).expand(5, 3)
+    drawn = draw((wide * x).sum() + wide.exp().sum(), data={"x": x}, flow=True)
+    labels = [g.get("aria-label") for g in drawn.all(direction="backward") if "added to others" in g.get("aria-label")]
+    assert len(labels) == 2
+
+
+def test_sizes_of_complex_gradients_are_whole():
+    w, x = torch.randn(3, 4, dtype=torch.cfloat, requires_grad=True), torch.randn(4, dtype=torch.cfloat)
+    z = (w @ x) * 1j
+    loss = z.abs().square().sum()
+    (wanted,) = torch.autograd.grad(loss, z, retain_graph=True)
+    assert dict(norms_at(draw(loss, data={"x": x}, flow=True)))["abs"] == pytest.approx(float(wanted.norm()), rel=1e-4)
+
+
+@pytest.mark.parametrize("by", ["edit", "hook"])
+def test_behind_a_gradient_that_is_changed_there_is_no_number(by):
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1)), torch.randn(2, 4)
+    if by == "edit":
+        with unsum.edit(model, {"1:grad_output": unsum.zero()}) as edited:
+            loss = model(x).sum()
+            loss.backward(retain_graph=True)
+        drawn = draw(loss, model, {"x": x}, show=[edited])
+    else:
+        h = model[1](model[0](x))
+        h.register_hook(torch.zeros_like)
+        loss = model[2](h).sum()
+        loss.backward(retain_graph=True)
+        drawn = draw(loss, model, {"x": x})
+    names = [name for name, _ in norms_at(drawn)]
+    assert "relu" not in names and "sum" in names
+    labels = [g.get("aria-label") for g in drawn.all(direction="backward", gradient="thrown-away")]
+    assert sum("has changed the gradient" in label for label in labels) == 1
+
+
+def test_what_is_stored_and_not_what_flows_is_told_of():
+    model, x, y, loss = article()
+    loss.backward(retain_graph=True)
+    assert "not what flows" not in draw(loss, model, {"x": x, "y": y}).notes()
+    loss.backward(retain_graph=True)
+    assert "not what flows" in draw(loss, model, {"x": x, "y": y}).notes()
+
+
+class Half(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        return x * w
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def test_a_gradient_that_may_never_be_stored_is_not_promised():
+    model, w, x = nn.Linear(3, 3), nn.Parameter(torch.ones(3)), torch.randn(2, 3)
+    model.w = w
+    loss = Half.apply(model(x), w).sum()
+    assert "unless the custom function" in draw(loss, model).tensors()["w"].get("aria-label")
+    loss.backward()
+    assert ".grad, which is empty" in draw(loss, model).tensors()["w"].get("aria-label")
+    model.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    loss = model(x).sum()
+    model.zero_grad()
+    assert "clears it" in draw(loss, model).tensors()["weight"].get("aria-label")
+    loss.backward()
+    assert ".grad will hold it" not in draw(loss, model).tensors()["weight"].get("aria-label")
+
+
+def test_a_jagged_tensor_is_drawn_without_sizes():
+    model = nn.Linear(4, 6)
+    ragged = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(4, 4)], layout=torch.jagged)
+    loss = model(ragged).values().sum()
+    loss.backward(retain_graph=True)
+    drawn = draw(loss, model)
+    assert set(drawn.tensors("parameter")) == {"weight", "bias"}
+    assert any("cannot be called by hand" in g.get("aria-label") for g in drawn.all(direction="backward"))
+
+
+def data_arrows(drawn):
+    return [arrow for arrow in drawn.arrows("forward") if arrow[0] in drawn.tensors("data")]
+
+
+def test_what_a_node_has_made_does_not_enter_there():
+    model, x = nn.Linear(4, 3), torch.randn(5, 4)
+    logp = model(x).log_softmax(-1)
+    old = logp.detach()
+    drawn = draw((logp - old).exp().mean(), model, {"x": x, "old": old})
+    assert data_arrows(drawn) == [("old", "sub"), ("x", "addmm")]
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    h = model[:2](x)
+    drawn = draw(model[2](h).square().sum(), model, {"x": x, "h": h.detach()})
+    assert data_arrows(drawn) == [("x", "addmm")] and "h (5×4): it could not be found" in drawn.notes()
+
+
+def test_a_tensor_that_is_not_the_one_that_was_kept_is_not_drawn():
+    model, x, z = nn.Linear(4, 3), torch.randn(5, 4), torch.randn(5, 4)
+    loss = model((x - x.mean(0)) / x.std(0)).sum()
+    drawn = draw(loss, model, {"unused": z})
+    assert not drawn.tensors("data") and "unused (5×4): it could not be found" in drawn.notes()
+    loss.backward()  # by the rule of shapes it may be it, and the hover text says no more
+    assert "nothing is kept there" in draw(loss, model, {"z": z}).all(direction="forward", gradient="none")[0].get(
+        "aria-label"
+    )
+
+
+def test_data_that_autocast_has_cast_is_found():
+    model, x = nn.Linear(4, 3), torch.randn(5, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x).float().sum()
+    assert data_arrows(draw(loss, model, {"x": x, "z": torch.randn(5, 4)})) == [("x", "addmm")]
+
+
+def test_a_second_use_that_leaves_no_trace_is_told_of():
+    model, x = nn.Linear(4, 4), torch.randn(3, 4)
+    drawn = draw((x + model(x)).square().sum(), model, {"x": x})
+    assert data_arrows(drawn) == [("x", "addmm")] and "x may also enter at add: it keeps no data" in drawn.notes()
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 4))
+    assert "x may also enter at sub" in draw((model(x) - x).square().sum(), model, {"x": x}).notes()
+    assert "may also" not in draw(model(x).square().sum(), model, {"x": x}).notes()
+
+
+def test_a_frozen_layer_after_a_trainable_one_is_drawn_whole():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3)), torch.randn(5, 4)
+    model[2].requires_grad_(False)
+    drawn = draw(model(x).square().sum(), model, {"x": x})
+    assert {"2.weight", "2.bias"} <= set(drawn.tensors("parameter")) and "frozen" not in drawn.notes()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_parameter_that_is_named_as_data_stays_a_parameter(frozen):
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), torch.randn(5, 4)
+    model[1].weight.requires_grad_(not frozen)
+    drawn = draw(model(x).sum(), model, {"x": x, "w": model[1].weight})
+    assert "1.weight" in drawn.tensors("parameter") and set(drawn.tensors("data")) == {"x"}
+
+
+def test_data_may_have_the_name_of_a_frozen_parameter():
+    model, x, mask = nn.Linear(3, 2), torch.randn(4, 3), torch.randn(4, 2)
+    model.bias.requires_grad_(False)
+    drawn = draw((model(x) * mask).sum(), model, {"x": x, "bias": mask})
+    assert "bias" in drawn.tensors("parameter") | drawn.tensors("data")
+    roles = sorted(g.get("data-role") for g in drawn.all(name="bias"))
+    assert roles == ["data", "parameter"]
+
+
+def test_what_was_copied_before_it_was_used_could_not_be_found():
+    model, x = nn.LSTM(5, 6, batch_first=True), torch.randn(3, 4, 5)
+    assert "x (3×4×5): it could not be found" in draw(model(x)[0].sum(), model, {"x": x}).notes()
+
+
+# ---- names and shapes of groups --------------------------------------------------------------------------------------
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(4, 4) for _ in range(3))
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.out((self.q(x) @ self.k(x).transpose(-1, -2)).softmax(-1) @ self.v(x))
+
+
+def test_what_stands_side_by_side_is_not_drawn_once():
+    x, other = torch.randn(2, 4), torch.randn(2, 4)
+    towers = nn.ModuleDict({"a": nn.Linear(4, 3), "b": nn.Linear(4, 3)})
+    drawn = draw((towers["a"](x) * towers["b"](other)).sum(), towers, {"x": x, "other": other})
+    assert {"a", "b"} <= set(groups(drawn)) and {"a.weight", "b.weight"} <= set(drawn.tensors("parameter"))
+    model = Attends()
+    assert {"q", "k", "v", "out"} <= set(groups(draw(model(x).sum(), model, {"x": x})))
+
+
+def test_a_folded_layer_shows_the_shapes_that_go_in_and_come_out():
+    model, x = nn.Sequential(nn.Linear(32, 100), nn.ReLU(), nn.Linear(100, 5)), torch.randn(2, 7, 32)
+    text = unsum.draw(model(x).logsumexp(-1).sum(), model, {"x": x}, fold=1).svg
+    assert "2×7×32 → 2×7×100" in text and "2×7×100 → 2×7×5" in text and "→ 14×" not in text
+
+
+def test_a_leaf_is_no_loss():
+    with pytest.raises(OptionError, match="is a leaf"):
+        unsum.draw(nn.Parameter(torch.tensor(2.0)))
+
+
+def test_a_glob_that_fits_nothing_is_told_what_there_is():
+    model, _, _, loss = article()
+    with pytest.raises(OptionError, match="there are: fc1, fc2"):
+        unsum.draw(loss, model, fold="zzz")
+    with pytest.raises(OptionError, match="none without model="):
+        unsum.draw(loss, fold="zzz")
+
+
+def test_arrows_do_not_run_through_the_names_of_frames():
+    model, x, y, loss = article()
+    drawn = draw(loss, model, {"x": x, "y": y})
+    everything = list(drawn.root.iter())
+    plates = [k for k, e in enumerate(everything) if e.get("class") == "plate"]
+    arrows = [k for k, e in enumerate(everything) if "backward" in (e.get("class") or "").split()]
+    names = [k for k, e in enumerate(everything) if e.get("class") == "name"]
+    in_picture = [k for k in arrows if k < names[0]]
+    assert len(plates) == len(names) == 3 and max(in_picture) < min(plates)
+    assert all(everything[plate + 1].get("class") == "name" for plate in plates)

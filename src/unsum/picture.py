@@ -11,8 +11,9 @@ from unsum.place import writable
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
-<style>:root {{ color-scheme: light dark; }} body {{ margin: 0; padding: 16px; background: Canvas; }}</style></head>
-<body>{svg}</body></html>
+<style>:root {{ color-scheme: light dark; }} body {{ margin: 0; padding: 16px; background: Canvas; }}
+main {{ overflow-x: auto; }} main > svg {{ max-width: none !important; }}</style></head>
+<body><main>{svg}</main></body></html>
 """
 
 

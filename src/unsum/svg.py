@@ -34,6 +34,7 @@ STYLE = """
 # .bold { font-weight: 600; } # .middle { text-anchor: middle; } # .end { text-anchor: end; }
 # .paper { fill: var(--paper); } # .halo { paint-order: stroke; stroke: var(--paper); stroke-width: 3px; }
 # .name { paint-order: stroke; stroke: var(--panel); stroke-width: 4px; pointer-events: none; }
+# .plate { fill: var(--panel); pointer-events: none; }
 # .box { stroke-width: 1.5; }
 # .data { fill: var(--grey); stroke: var(--grey-line); } # .parameter { fill: var(--teal); stroke: var(--teal-line); }
 # .intermediate { fill: var(--purple); stroke: var(--purple-line); }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unsum.draw.fold import Folding, Group
-from unsum.draw.scene import Box, Operation
+from unsum.draw.scene import Arrow, Box, Operation, Scene
 from unsum.svg import by, number, shorten, width_of
 
 ROOM = 180.0  # for a name
@@ -50,6 +50,11 @@ def frame_title(group: Group) -> str:
     return (group.title or "model") + (f"  ×{group.times}" if group.times > 1 else "")
 
 
+def title_width(group: Group) -> float:
+    """How wide the name of an open group and its kind are."""
+    return width_of(frame_title(group), bold=True) + width_of(group.kind, 11.5) + 16
+
+
 def pill_width(op: Operation | None) -> float:
     """How wide an operation is."""
     return 0.0 if op is None else width_of(pill_text(op), 12) + 22
@@ -81,16 +86,16 @@ def tensor_cell(box: Box, stem: str, room: float) -> Cell:
     return _boxed(texts, max(52, room))
 
 
-def group_cell(folding: Folding, group: Group, given_on: Sequence[Box], room: float) -> Cell:
-    """A folded group; `given_on` are the tensors that leave it."""
+def group_cell(folding: Folding, group: Group, given_on: Sequence[Arrow], room: float) -> Cell:
+    """A folded group; `given_on` are the arrows that leave it."""
     scene = folding.scene
     texts = [Text(shorten(frame_title(group), ROOM + 30, bold=True), "bold", 13, 17)]
     if group.kind:
         texts.append(Text(shorten(group.kind, ROOM + 30, 11.5), "small", 11.5, 15))
     inside = {element for each in group.everything() for element in elements_of(folding, each)}
-    shapes = list(dict.fromkeys(by(box.shape) for box in given_on))
-    taken = [scene.boxes[a.source] for a in scene.arrows_into(inside) if a.source not in inside]
-    given = list(dict.fromkeys(by(box.shape) for box in taken if box.role != "parameter"))
+    shapes = list(dict.fromkeys(_shape(scene, arrow) for arrow in given_on))
+    taken = [arrow for arrow in scene.arrows_into(inside) if arrow.source not in inside]
+    given = list(dict.fromkeys(_shape(scene, a) for a in taken if scene.boxes[a.source].role != "parameter"))
     if shapes:
         texts.append(Text(" → ".join([*given[:1], shapes[-1]]), "small faint", 11.5, 15))
     parameters = [scene.boxes[key] for each in group.everything() for key in each.boxes]
@@ -105,6 +110,10 @@ def group_cell(folding: Folding, group: Group, given_on: Sequence[Box], room: fl
         text = [f"{len(sites)} site{'s' if len(sites) != 1 else ''}"] if sites else []
         texts.append(Text(" ".join((["◆"] if meets else []) + (["◉", *text] if sites else [])), "tiny blue", 10.5, 14))
     return _boxed(texts, max(90, room))
+
+
+def _shape(scene: Scene, arrow: Arrow) -> str:
+    return by(arrow.shape or scene.boxes[arrow.source].shape)
 
 
 def parameters_in(folding: Folding, group: Group, times: int = 1) -> int:

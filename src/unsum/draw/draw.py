@@ -42,10 +42,10 @@ def draw(
         data: Names for tensors: inputs, targets, and also intermediate ones.
         fold: None opens as much as fits on a screen. A number opens groups down to that depth, 0 being the model
             itself; a glob, or several, names the modules that are folded.
-        repeat: False draws blocks that repeat each by itself.
+        repeat: False draws each block by itself, also those that repeat one after the other.
         views: True draws transposes, reshapes and casts as operations of their own, not as part of an arrow.
-        flow: Whether to compute the sizes of gradients that nobody has stored, by calling the nodes by hand. None: if
-            a backward has run and left the graph alive.
+        flow: Whether to compute the sizes of gradients that nobody has stored, by calling the nodes by hand (custom
+            functions excepted). None: if a backward has run and left the graph alive.
         show: What `capture`, `edit` and `gradients` gave you, to show where they acted. Open blocks are shown anyway.
 
     Examples:
@@ -71,6 +71,11 @@ def _checked(
 ) -> tuple[Names | None, Mapping[str, Tensor]]:
     if not isinstance(loss, Tensor):
         raise OptionError(f"draw(loss): a tensor is drawn, got {type(loss).__name__}")
+    if loss.grad_fn is None and loss.requires_grad:
+        raise OptionError(
+            "draw(loss): this tensor is a leaf (a parameter, or made with requires_grad=True): no operation has made "
+            "it, so there is no graph to draw; draw what was computed from it"
+        )
     if loss.grad_fn is None:
         raise OptionError(
             "draw(loss): this tensor has no graph (no grad_fn): it was computed from nothing that requires a gradient, "
@@ -108,5 +113,8 @@ def _asked(folding: Folding, fold: int | str | Sequence[str]) -> frozenset[str]:
         raise OptionError(f"draw(fold={fold!r}): a number, or globs of module names such as 'blocks.*.attn'")
     folded = {group.name for group in groups if any(fnmatch.fnmatchcase(group.name, glob) for glob in globs)}
     if globs and not folded:
-        raise OptionError(f"draw(fold={fold!r}): fits no group; there are: {', '.join(g.name for g in groups[:8])}")
+        there = [group.name for group in groups if group.name]
+        some = f"there are: {', '.join(there[:8])}{', …' if len(there) > 8 else ''}"
+        none = "the model has no modules in it" if groups else "there are none without model="
+        raise OptionError(f"draw(fold={fold!r}): fits no group; {some if there else none}")
     return frozenset(group.name for group in groups) - folded

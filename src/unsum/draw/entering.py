@@ -1,21 +1,23 @@
 """Where tensors enter that have no edge in the graph, because they need no gradient.
 
-Nodes save what their derivative needs: a saved tensor with the memory of `x` shows that `x` enters there. After a
-backward the saved tensors are gone, and some operations (a sum, a difference) never save any. Then shapes must tell:
-if a named tensor fits exactly one open place, and that place exactly one such tensor, it is drawn there and the picture
-says how it was found. Otherwise the picture says that it could not be told.
+Nodes save what their derivative needs: a saved tensor with the memory of `x` shows that `x` enters there, unless it is
+part of the graph itself (what the node made, or an argument with an edge). After a backward the saved tensors are gone,
+and some operations (a sum, a difference) never save any. Then shapes must tell: if a named tensor fits exactly one open
+place, and that place exactly one such tensor, it is drawn there and the picture says how it was found. Otherwise the
+picture says that it could not be told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
+from unsum.draw.places import Place, is_hooked, open_places, operation_name
 from unsum.graph.nodes import Node, below, is_leaf
 from unsum.svg import by
 
@@ -41,6 +43,9 @@ class Named:
     beside: frozenset[int] = frozenset()  # ids of the other parameters of its module
 
 
+FROZEN = "frozen, and not found in the graph: nothing before it needs a gradient, it is not used, or no node keeps it"
+
+
 def raw_saved(node: Node) -> Iterator[Any]:
     """What a node has saved, not unpacked: to unpack may compute a checkpoint again, or use up its one reading."""
     for name in dir(node):
@@ -52,29 +57,58 @@ def raw_saved(node: Node) -> Iterator[Any]:
             yield from value if isinstance(value, tuple | list) else (value,)
 
 
-def is_hooked(saved: Any) -> bool:
-    """Whether a saved tensor went through somebody's hooks: a checkpoint's, or those that move it elsewhere."""
-    return getattr(saved, "unpack_hook", None) is not None
-
-
 def find(nodes: Sequence[Node], named: Sequence[Named]) -> tuple[list[Entry], list[str]]:
     """Where the named tensors enter, and notes on those of which it cannot be told."""
     by_memory: dict[int | None, list[Named]] = {}
     for one in named:
         by_memory.setdefault(_memory(one.tensor), []).append(one)
-    entries: dict[tuple[Node, str], Entry] = {}
+    entries: dict[tuple[Node, int], Entry] = {}
     for node in nodes:
-        if is_leaf(node):
-            continue
-        for saved in raw_saved(node):
-            tensor = None if is_hooked(saved) else getattr(saved, "data", None)
-            match = _same(tensor, by_memory) if isinstance(tensor, Tensor) else None
+        for tensor in () if is_leaf(node) else _data_saved(node):
+            match = _same(tensor, by_memory)
             if match is not None:
-                entries[node, match.name] = Entry(node, match.name, match.tensor, match.role, "saved")
-    placed = {entry.name for entry in entries.values()}
-    left = [one for one in named if one.name not in placed]
-    more, notes = _by_shape(nodes, left, [node for node, _ in entries])
-    return [*entries.values(), *more], notes
+                entries[node, id(match)] = Entry(node, match.name, match.tensor, match.role, "saved")
+    placed = {key for _, key in entries}
+    left = [one for one in named if id(one) not in placed]
+    places = _places(nodes, list(entries.values())) if named else {}
+    more, notes = _by_shape(places, left, _near(entries.values()))
+    again = [_again(one, places) for one in named if id(one) in placed and one.role == "data"]
+    return [*entries.values(), *more], [*notes, *filter(None, again)]
+
+
+def _data_saved(node: Node) -> Iterator[Tensor]:
+    """What a node has saved of what is not in the graph: its own results, and arguments with an edge, say that they
+    require a gradient."""
+    for name in dir(node):
+        if not name.startswith("_raw_saved_") or name.startswith("_raw_saved_result"):
+            continue
+        try:
+            raw = getattr(node, name)
+            if any(is_hooked(saved) for saved in (raw if isinstance(raw, tuple | list) else (raw,))):
+                continue  # to unpack would call the hooks
+            found = getattr(node, "saved_tensors" if isinstance(node, BackwardCFunction) else name[4:])
+        except RuntimeError:  # freed, or changed in place since
+            continue
+        for tensor in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(tensor, Tensor) and not tensor.requires_grad:
+                yield tensor
+
+
+def _near(entries: Iterable[Entry]) -> dict[Node, set[int]]:
+    """The ids of the tensors that are known to enter at nodes."""
+    found: dict[Node, set[int]] = {}
+    for entry in entries:
+        found.setdefault(entry.node, set()).add(id(entry.tensor))
+    return found
+
+
+def _again(one: Named, places: Mapping[Place, Callable[[Tensor], bool]]) -> str:
+    """A note on a tensor that was found, and may enter at other places too."""
+    fits = list(dict.fromkeys(operation_name(node) for (node, _), accepts in places.items() if accepts(one.tensor)))
+    if not fits:
+        return ""
+    keep = "it keeps" if len(fits) == 1 else "they keep"
+    return f"{one.name} may also enter at {', '.join(fits)}: {keep} no data that would tell"
 
 
 def _same(tensor: Tensor, by_memory: Mapping[int | None, list[Named]]) -> Named | None:
@@ -86,7 +120,19 @@ def _same(tensor: Tensor, by_memory: Mapping[int | None, list[Named]]) -> Named 
         known = [one for one in known if one.tensor.data_ptr() == tensor.data_ptr()]
     if len(known) > 1:
         known = [one for one in known if one.tensor.shape == tensor.shape]
+    if memory is not None and not known and tensor.is_floating_point():
+        known = [one for group in by_memory.values() for one in group if _is_cast(tensor, one.tensor)]
     return known[0] if len(known) == 1 else None
+
+
+def _is_cast(kept: Tensor, named: Tensor) -> bool:
+    """Whether a tensor is another, in a narrower or a wider type, as autocast makes it."""
+    if kept.dtype == named.dtype or not named.is_floating_point() or kept.numel() != named.numel() or kept.numel() < 2:
+        return False
+    cast = named.detach().to(kept)
+    return any(
+        torch.equal(way.reshape(-1), cast.reshape(-1)) for way in ((kept, kept.t()) if kept.dim() == 2 else (kept,))
+    )
 
 
 def _memory(tensor: Tensor) -> int | None:
@@ -98,46 +144,56 @@ def _memory(tensor: Tensor) -> int | None:
         return None
 
 
-Place = tuple[Node, int]
-
-
-def _by_shape(nodes: Sequence[Node], left: list[Named], taken: Sequence[Node]) -> tuple[list[Entry], list[str]]:
+def _places(nodes: Sequence[Node], known: Sequence[Entry]) -> dict[Place, Callable[[Tensor], bool]]:
+    """Where something enters that nobody knows, and what shapes would fit there."""
+    taken = [entry.node for entry in known]
     places: dict[Place, Callable[[Tensor], bool]] = {}
     for node in nodes:
-        gaps = [] if is_leaf(node) or not left else list(_open_places(node))
-        if len(gaps) > taken.count(node):  # else it is known what enters there
+        gaps = [] if is_leaf(node) else list(open_places(node))
+        told = max(0, sum(child is None for child, _ in node.next_functions) - len(gaps))
+        if len(gaps) > taken.count(node) - told:  # else it is known what enters there
             places.update(((node, slot), fits) for slot, fits in gaps)
+    return places
+
+
+def _by_shape(
+    places: dict[Place, Callable[[Tensor], bool]], left: list[Named], near: Mapping[Node, set[int]]
+) -> tuple[list[Entry], list[str]]:
+    """Place the rest by their shapes; what is placed is taken out of `places`."""
     found: list[Entry] = []
     while True:
-        fitting = {one.name: _fitting(one, places) for one in left}
-        wanted: dict[Place, list[str]] = {}
-        for name, own in fitting.items():
+        fitting = {id(one): _fitting(one, places, near) for one in left}
+        wanted: dict[Place, int] = {}
+        for own in fitting.values():
             for place in own:
-                wanted.setdefault(place, []).append(name)
-        one = next((o for o in left if len(f := fitting[o.name]) == 1 and len(wanted[f[0]]) == 1), None)
+                wanted[place] = wanted.get(place, 0) + 1
+        one = next((o for o in left if len(f := fitting[id(o)]) == 1 and wanted[f[0]] == 1), None)
         if one is None:
-            return found, [note for one in left if (note := _why(one, fitting[one.name]))]
-        place = fitting[one.name][0]
+            return found, [note for one in left if (note := _why(one, fitting[id(one)]))]
+        place = fitting[id(one)][0]
         found.append(Entry(place[0], one.name, one.tensor, one.role, "shape"))
         places.pop(place)
         left = [other for other in left if other is not one]
 
 
 def _why(one: Named, fits: list[Place]) -> str:
+    what = f"{one.name} ({by(tuple(one.tensor.shape))})"
     if fits:
-        where = ", ".join(dict.fromkeys(node.name() for node, _ in fits))
-        return f"{one.name} ({by(tuple(one.tensor.shape))}): by its shape it may enter at {where}, so it is not drawn"
+        where = ", ".join(dict.fromkeys(operation_name(node) for node, _ in fits))
+        return f"{what}: by its shape it may enter at {where}, so it is not drawn"
     if one.role == "parameter":
-        return f"{one.name}: frozen, and not in the graph: nothing before it needs a gradient, or it is not used"
-    return f"{one.name} ({by(tuple(one.tensor.shape))}): no node has kept it, and its shape fits nowhere"
+        return f"{one.name}: {FROZEN}"
+    return f"{what}: it could not be found: no node has kept it as it is, and by its shape it fits no open place"
 
 
-def _fitting(one: Named, places: Mapping[Place, Callable[[Tensor], bool]]) -> list[Place]:
+def _fitting(
+    one: Named, places: Mapping[Place, Callable[[Tensor], bool]], near: Mapping[Node, set[int]]
+) -> list[Place]:
     fits = [place for place, accepts in places.items() if accepts(one.tensor)]
     if one.role == "data":
         return fits
     # A frozen bias stands beside its module's weight.
-    return [(node, slot) for node, slot in fits if one.beside & _leaves_near(node)]
+    return [(node, slot) for node, slot in fits if one.beside & (_leaves_near(node) | near.get(node, set()))]
 
 
 def _leaves_near(node: Node) -> set[int]:
@@ -148,67 +204,3 @@ def _leaves_near(node: Node) -> set[int]:
             if is_leaf(deeper):
                 found.add(id(deeper.variable))
     return found
-
-
-def _open_places(node: Node) -> Iterator[tuple[int, Callable[[Tensor], bool]]]:
-    """The arguments of a node that have no edge, and what shapes would fit there. -1: no argument with an edge."""
-    name = node.name()
-    shape = tuple(node._input_metadata[0].shape)
-    children = [_shape(child, output) for _, child, output in below(node)]
-    if name == "EmbeddingBackward0":
-        yield -1, lambda t: not t.is_floating_point() and tuple(t.shape) == shape[:-1]
-        return
-    if name.startswith("NllLoss") and children:
-        rows = prod(children[0]) // max(children[0][-1 if len(children[0]) < 2 else 1], 1)
-        yield -1, lambda t: not t.is_floating_point() and t.numel() == rows
-        return
-    for slot, (child, _) in enumerate(node.next_functions):
-        if child is None and not _is_told(node, name, slot):
-            yield slot, _fits(node, name, slot, shape, children)
-
-
-def _is_told(node: Node, name: str, slot: int) -> bool:
-    """Whether what is at this place was kept: then it has been looked at, and is nothing that has a name."""
-    kept = getattr(node, f"_raw_saved_{('self', 'other')[slot]}", None) if name in _BOTH and slot < 2 else None
-    return kept is not None and not is_hooked(kept) and getattr(kept, "data", None) is not None
-
-
-def _shape(child: Node, output: int) -> tuple[int, ...]:
-    return tuple(child.variable.shape if is_leaf(child) else child._input_metadata[output].shape)
-
-
-_SIZES = {
-    ("MmBackward0", 0): "_saved_self_sym_sizes",
-    ("MmBackward0", 1): "_saved_mat2_sym_sizes",
-    ("AddmmBackward0", 1): "_saved_mat1_sym_sizes",
-    ("AddmmBackward0", 2): "_saved_mat2_sym_sizes",
-}
-_BOTH = ("MulBackward0", "DivBackward0")  # keep both arguments
-_ALIKE = ("Add", "Sub", "Mul", "Div", "Rsub", "Addcmul", "Where", "Lerp", "Maximum", "Minimum", "Pow")
-
-
-def _fits(
-    node: Node, name: str, slot: int, shape: tuple[int, ...], children: list[tuple[int, ...]]
-) -> Callable[[Tensor], bool]:
-    if (name, slot) in _SIZES:
-        sizes = tuple(getattr(node, _SIZES[name, slot], ()))
-        return lambda t: t.numel() == prod(sizes) and t.dim() > 0 and t.shape[-1] in sizes[-1 if slot < 2 else 0 :]
-    if name == "ConvolutionBackward0" and slot == 0 and children:
-        groups = int(node._saved_groups)
-        channels = children[0][1] * groups
-        return lambda t: t.dim() == len(shape) and t.shape[0] == shape[0] and t.shape[1] == channels
-    if name.startswith(_ALIKE):
-        return lambda t: t.is_floating_point() and t.dim() > 0 and _spreads(tuple(t.shape), shape)
-    if name == "AddmmBackward0" and slot == 0:
-        return lambda t: t.is_floating_point() and tuple(t.shape) in (shape, shape[-1:])
-    if "Loss" in name or name.startswith(("BinaryCrossEntropy", "KlDiv")):
-        return lambda t: t.is_floating_point() and children != [] and tuple(t.shape) == children[0]
-    return lambda t: t.dim() > 0 and tuple(t.shape) in (shape, *children)
-
-
-def _spreads(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    """Whether a tensor of this shape is broadcast to the other."""
-    try:
-        return tuple(torch.broadcast_shapes(shape, to)) == to and prod(shape) > 1
-    except RuntimeError:
-        return False

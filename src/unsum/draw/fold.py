@@ -105,8 +105,9 @@ def _repeated(scene: Scene, top: Group) -> Folding:
         kept: list[Group] = []
         signatures = [_signature(child, scene) for child in group.children]
         k = 0
+        chained = _chained(group.children, scene)
         while k < len(group.children):
-            period, times = _run(signatures, k)
+            period, times = _run(signatures, chained, k)
             whole = group.children[k : k + period * times]
             if times > 1:
                 blocks = [_elements(whole[j : j + period], scene) for j in range(0, len(whole), period)]
@@ -130,12 +131,28 @@ def _first(group: Group, scene: Scene) -> int:
     return min((scene.operations[key].number for g in group.everything() for key in g.operations), default=0)
 
 
-def _run(signatures: Sequence[object], k: int) -> tuple[int, int]:
-    """How many neighbours repeat from here, and how often; the run that covers most."""
+def _chained(groups: Sequence[Group], scene: Scene) -> set[tuple[int, int]]:
+    """Which of these groups give something to which others."""
+    inside: dict[str, int] = {}
+    for k, group in enumerate(groups):
+        inside.update((element, k) for element in _elements([group], scene))
+    return {
+        (inside[arrow.source], inside[arrow.target])
+        for arrow in scene.arrows
+        if arrow.source in inside and arrow.target in inside
+    }
+
+
+def _run(signatures: Sequence[object], chained: set[tuple[int, int]], k: int) -> tuple[int, int]:
+    """How many neighbours repeat from here, and how often; the run that covers most. Each must feed the next: what
+    stands side by side (towers, queries and keys) is not the same thing again."""
     best = (1, 1)
     for period in _PERIODS:
         unit, times = signatures[k : k + period], 1
         while len(unit) == period and signatures[k + times * period : k + (times + 1) * period] == unit:
+            last, following = k + (times - 1) * period, k + times * period
+            if not any((last + i, following + j) in chained for i in range(period) for j in range(period)):
+                break
             times += 1
         if times > 1 and period * times > best[0] * best[1]:
             best = (period, times)

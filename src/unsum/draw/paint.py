@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unsum.draw.cells import frame_title, parameters_in, pill_text, pill_width
+from unsum.draw.cells import frame_title, parameters_in, pill_text, pill_width, title_width
 from unsum.draw.fold import Folding, Group
 from unsum.draw.layers import Item
 from unsum.draw.layout import Station
@@ -63,6 +63,7 @@ def paint(folding: Folding, opened: frozenset[str], title: str) -> str:
     for key, group in found.groups.items():
         item = found.items[key]
         if item.is_group:  # over the arrows that cross the frame there
+            svg.rect(item.x + 9, item.y + 6, title_width(group) - 12, 14, "plate", 4)
             svg.title(item.x + 12, item.y + 17, frame_title(group), group.kind)
         else:
             _folded(svg, folding, found, key, group)

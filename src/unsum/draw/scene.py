@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from unsum.draw.entering import Entry
+from unsum.draw.flowing import FREED, Flowing, Slot, size_of
+from unsum.draw.places import operation_name
 from unsum.graph.nodes import Edge, Node, below, is_leaf
 from unsum.svg import by
 
@@ -24,6 +24,10 @@ _VIEWS = {
     *("ReshapeAliasBackward0", "ViewAsBackward0", "AliasBackward0", "ToCopyBackward0", "CloneBackward0"),
     *("ExpandBackward0", "UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2"),
 }
+_BY_SHAPE = (
+    ". Found by its shape alone, in the one place where it fits: nothing is kept there (any more) that could prove it"
+)
+_SUMS = ("ExpandBackward0", "ToCopyBackward0")  # these change the norm of what comes back
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Arrow:
     through: tuple[str, ...] = ()  # views on the way
     norms: tuple[float, ...] = ()  # of what comes back along this arrow
     is_sum: bool = False  # the norm is that of all that comes back to the tensor
+    shape: tuple[int, ...] | None = None  # as the layer returns it, if that is not the tensor's own
 
 
 @dataclass(frozen=True)
@@ -92,8 +97,8 @@ class Facts:
     named: Mapping[Edge, str]  # intermediate tensors that the user has named
     retained: Mapping[Edge, Tensor]  # intermediate tensors that keep their gradient
     entries: Sequence[Entry]  # tensors without a gradient, and where they enter
-    flows: Mapping[tuple[Node, int], float]  # the norm of what each node sends along each of its edges
-    silence: str  # why there is no norm where there is none
+    flowing: Flowing
+    custom: Container[int]  # leaves that only custom functions use, by the id of the tensor
     sites: Mapping[Edge, Sequence[tuple[str, str]]]
     leaf_sites: Mapping[int, Sequence[tuple[str, str]]]  # by the id of the tensor
     cut: Iterable[Edge]
@@ -127,7 +132,7 @@ def build(nodes: Sequence[Node], facts: Facts) -> Scene:
             tuple(facts.meetings.get(node, ())), node in facts.meetings,
             any(child is None for child, _ in node.next_functions),
         )  # fmt: skip
-    arrows = [arrow for node in reversed(nodes) for arrow in _arrows(node, number, passed, boxes, facts)]
+    arrows = [arrow for node in reversed(nodes) for arrow in _arrows(node, number, passed, used, boxes, facts)]
     arrows += _entering(number, passed, boxes, nodes, facts)
     return Scene(boxes, operations, _with_sums(arrows, boxes))
 
@@ -141,30 +146,25 @@ def _is_passed(node: Node, facts: Facts, cut: set[Edge]) -> bool:
     return not (seen or edge == facts.loss or node in facts.meetings)
 
 
-def operation_name(node: Node) -> str:
-    """A node's name as it is said.
-
-    Examples:
-        >>> operation_name(torch.ones(2, requires_grad=True).log_softmax(0).grad_fn)
-        'log_softmax'
-    """
-    name = re.sub(r"Backward\d*$", "", node.name().rpartition(".")[2].rpartition("::")[2])
-    if name == "CompiledFunction":
-        return "compiled"
-    if isinstance(node, torch.autograd.function.BackwardCFunction):
-        return name
-    name = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])", "_", name).lower()
-    return name.removeprefix("native_").replace("scaled_dot_product", "sdp").replace("_for_cpu", "")
-
-
 def _leaf(key: str, tensor: Tensor, facts: Facts) -> Box:
     role, name = facts.leaves[id(tensor)]
-    norms = () if tensor.grad is None else (_norm(tensor.grad),)
-    has = f".grad holds it, norm {norms[0]:.4g}" if norms else ".grad will hold it after backward"
+    norms = () if tensor.grad is None else (size_of(tensor.grad),)
     return Box(
-        key, role, name, tuple(tensor.shape), "stored", f"its gradient is stored: {has}", norms,
+        key, role, name, tuple(tensor.shape), "stored", _stored(tensor, norms, facts), norms,
         tuple(facts.leaf_sites.get(id(tensor), ())),
     )  # fmt: skip
+
+
+def _stored(leaf: Tensor, norms: tuple[float, ...], facts: Facts) -> str:
+    """Where the gradient of a leaf goes, in words."""
+    if norms:
+        return f"its gradient is stored: .grad holds it, norm {norms[0]:.4g}"
+    if facts.flowing.silence == FREED:
+        return "its gradient goes to .grad, which is empty: it was cleared, or none was given"
+    doubts = ["unless the custom function that uses it gives none"] if id(leaf) in facts.custom else []
+    if getattr(leaf, "_post_accumulate_grad_hooks", None):
+        doubts.append("unless a hook that runs right after clears it")
+    return ", ".join(["its gradient is stored: .grad will hold it after backward", *doubts])
 
 
 def _made(key: str, node: Node, output: int, facts: Facts, cut: set[Edge]) -> Box:
@@ -174,7 +174,7 @@ def _made(key: str, node: Node, output: int, facts: Facts, cut: set[Edge]) -> Bo
     why = "its gradient is computed and thrown away: retain_grad() would keep it"
     norms: tuple[float, ...] = ()
     if kept is not None:
-        norms = () if kept.grad is None else (_norm(kept.grad),)
+        norms = () if kept.grad is None else (size_of(kept.grad),)
         why = "its gradient is stored: retain_grad() was called"
     is_loss = edge == facts.loss
     name = facts.named.get(edge, "loss" if is_loss else "")
@@ -185,30 +185,53 @@ def _made(key: str, node: Node, output: int, facts: Facts, cut: set[Edge]) -> Bo
     )  # fmt: skip
 
 
-def _norm(tensor: Tensor) -> float:
-    dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
-    return float(torch.linalg.vector_norm(dense.double() if not dense.is_complex() else dense))
-
-
 def _arrows(
-    node: Node, number: Mapping[Node, int], passed: set[Node], boxes: Mapping[str, Box], facts: Facts
+    node: Node,
+    number: Mapping[Node, int],
+    passed: set[Node],
+    used: Mapping[Edge, int],
+    boxes: Mapping[str, Box],
+    facts: Facts,
 ) -> list[Arrow]:
     if node in passed or is_leaf(node):
         return []
     found = []
     for slot, child, output in below(node):
-        through: list[str] = []
-        flows = facts.flows.get((node, slot))
+        way = []
         while child in passed:
-            through.append(_through(child))
-            inner, ((slot_, deeper, output),) = child, below(child)
-            flows, child = facts.flows.get((inner, slot_)), deeper
-        source = f"t{number[child]}.{output}"
-        box = boxes[source]
-        why = box.why if flows is not None or box.norms else f"{box.why}. {facts.silence}"
-        norms = () if flows is None else (flows,)
-        found.append(Arrow(source, f"o{number[node]}", box.gradient, why, tuple(through), norms))
+            ((deeper, inner, output),) = below(child)
+            way.append((child, deeper))
+            child = inner
+        box = boxes[f"t{number[child]}.{output}"]
+        size, quiet = _sent((node, slot), way, used, facts.flowing)
+        why = box.why if size is not None or box.norms or not quiet else f"{box.why}. {quiet}"
+        through = tuple(_through(view) for view, _ in way)
+        norms = () if size is None else (size,)
+        returned = _returned(child, way)
+        found.append(Arrow(box.key, f"o{number[node]}", box.gradient, why, through, norms, shape=returned))
     return found
+
+
+def _sent(first: Slot, way: Sequence[Slot], used: Mapping[Edge, int], flowing: Flowing) -> tuple[float | None, str]:
+    """The norm of what comes back along an arrow, or why it is not known. A view on the way that others use too hands
+    on the sum of all: then what was given to it tells, if it only puts the same numbers in other places."""
+    at = first
+    for k, (view, slot) in enumerate(way):
+        if used[view, 0] > 1:
+            if any(later.name() in _SUMS for later, _ in way[k:]):
+                return None, "Its size is not known: it is added to others in a view that is not drawn"
+            break
+        at = (view, slot)
+    return flowing.sizes.get(at), flowing.quiet.get(at, flowing.silence)
+
+
+def _returned(maker: Node, way: Sequence[Slot]) -> tuple[int, ...] | None:
+    """A linear layer makes rows of its input, and a view puts its result back into shape."""
+    if not way or is_leaf(maker) or maker.name() not in ("MmBackward0", "AddmmBackward0"):
+        return None
+    rows, shape = (tuple(node._input_metadata[0].shape) for node in (maker, way[-1][0]))
+    is_back = way[-1][0].name() in ("ViewBackward0", "UnsafeViewBackward0") and len(shape) > 2
+    return shape if is_back and shape[-1] == rows[-1] else None
 
 
 def _through(node: Node) -> str:
@@ -225,11 +248,11 @@ def _entering(
         node = entry.node
         while node in passed:
             node = above[node]
-        key = f"e{entry.name}"
+        key = f"e{entry.role}.{entry.name}"  # data may be called as a parameter is
         what = "a frozen parameter" if entry.role == "parameter" else "data"
         why = f"{what} (requires_grad=False): autograd computes no gradient for it"
         boxes.setdefault(key, Box(key, entry.role, entry.name, tuple(entry.tensor.shape), "none", why))
-        seen = "" if entry.how == "saved" else ". Found by its shape: the graph has not kept it"
+        seen = "" if entry.how == "saved" else _BY_SHAPE
         arrows.setdefault((key, f"o{number[node]}"), Arrow(key, f"o{number[node]}", "none", why + seen))
         sites = tuple(facts.leaf_sites.get(id(entry.tensor), ()))
         boxes[key] = replace(boxes[key], sites=sites)

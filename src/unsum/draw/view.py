@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from unsum.draw.cells import Cell, elements_of, frame_title, group_cell, label_of, pill_width, tensor_cell
+from unsum.draw.cells import Cell, elements_of, group_cell, label_of, pill_width, tensor_cell, title_width
 from unsum.draw.fold import Folding, Group
 from unsum.draw.layers import Item
 from unsum.draw.layout import PAD, Link, Station, arrange
@@ -77,8 +77,7 @@ def _fill(folding: Folding, group: Group, item: Item, found: View, seen: dict[st
         item.children.append(inner)
         found.items[key] = inner
         if inner.is_group:
-            title = width_of(frame_title(child), bold=True) + width_of(child.kind, 11.5) + 24
-            inner.least = title
+            inner.least = title_width(child) + 8
             _fill(folding, child, inner, found, seen, times * child.times, child.name or stem)
         else:
             for each in child.everything():
@@ -133,7 +132,7 @@ def _sizes(folding: Folding, found: View) -> None:
             continue
         if key in found.groups:
             cell = found.cells[key] = group_cell(
-                folding, found.groups[key], [line.box for line in out.get(key, [])], _ports_width(out.get(key, []))
+                folding, found.groups[key], [line.arrow for line in out.get(key, [])], _ports_width(out.get(key, []))
             )
             item.width, item.height = cell.width, cell.height
         elif key in found.boxes:
