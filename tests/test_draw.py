@@ -940,6 +940,13 @@ def test_data_that_autocast_has_cast_is_found():
     assert data_arrows(draw(loss, model, {"x": x, "z": torch.randn(5, 4)})) == [("x", "addmm")]
 
 
+def test_a_plain_copy_of_data_is_found_but_not_one_that_proves_nothing():
+    model, x = nn.Linear(4, 3), torch.randn(4, 5).t()
+    assert data_arrows(draw(model(x.contiguous()).sum(), model, {"x": x})) == [("x", "addmm")]
+    drawn = draw(model(torch.ones(5, 4)).sum(), model, {"x": torch.ones(5, 4)})
+    assert not data_arrows(drawn) and "could not be found" in drawn.notes()
+
+
 def test_a_second_use_that_leaves_no_trace_is_told_of():
     model, x = nn.Linear(4, 4), torch.randn(3, 4)
     drawn = draw((x + model(x)).square().sum(), model, {"x": x})

@@ -120,19 +120,21 @@ def _same(tensor: Tensor, by_memory: Mapping[int | None, list[Named]]) -> Named 
         known = [one for one in known if one.tensor.data_ptr() == tensor.data_ptr()]
     if len(known) > 1:
         known = [one for one in known if one.tensor.shape == tensor.shape]
-    if memory is not None and not known and tensor.is_floating_point():
-        known = [one for group in by_memory.values() for one in group if _is_cast(tensor, one.tensor)]
+    if memory is not None and not known:
+        known = [one for key, group in by_memory.items() if key for one in group if _is_copy(tensor, one.tensor)]
     return known[0] if len(known) == 1 else None
 
 
-def _is_cast(kept: Tensor, named: Tensor) -> bool:
-    """Whether a tensor is another, in a narrower or a wider type, as autocast makes it."""
-    if kept.dtype == named.dtype or not named.is_floating_point() or kept.numel() != named.numel() or kept.numel() < 2:
+def _is_copy(kept: Tensor, named: Tensor) -> bool:
+    """Whether a tensor holds the numbers of another: made contiguous, or cast as autocast does."""
+    if kept.numel() != named.numel() or kept.is_floating_point() != named.is_floating_point():
         return False
-    cast = named.detach().to(kept)
-    return any(
-        torch.equal(way.reshape(-1), cast.reshape(-1)) for way in ((kept, kept.t()) if kept.dim() == 2 else (kept,))
-    )
+    for way in (kept, kept.t()) if kept.dim() == 2 else (kept,):
+        like = named.detach().reshape(way.shape)
+        corner = (slice(0, 4),) * way.dim()
+        if torch.equal(way[corner], like[corner].to(way)) and torch.equal(way, like.to(way)):
+            return bool((way != way.flatten()[0]).any())  # what is the same everywhere proves nothing
+    return False
 
 
 def _memory(tensor: Tensor) -> int | None:
