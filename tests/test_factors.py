@@ -15,6 +15,7 @@ import unsum
 from test_gradients import IDS, IMAGES, NETS, SEQUENCES, Adapted, D, Experts, N, T, mlp, scalar
 from unsum.errors import InteractionError, SamplesError, UnsupportedError
 from unsum.graph import codes
+from unsum.kernels import product
 from unsum.plan.together import Together
 from unsum.rules.registry import RULES as RULES_OF
 from unsum.testing import laws
@@ -693,3 +694,20 @@ def test_nothing_waits_for_the_garbage_collector(reducers):
         gc.garbage.clear()
         gc.enable()
     assert not left
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("n", "o", "i"), [(3, 40, 50), (5, 300, 900), (9, 700, 800), (3, 1100, 1000)])
+def test_gradients_of_all_sizes_on_a_processor(n, o, i, threads):
+    """All at once, some at once, one by one."""
+    generator = torch.Generator().manual_seed(0)
+    a, delta = (torch.randn(n, 3, size, dtype=torch.float64, generator=generator) for size in (i, o))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        squares, total = product.norms_and_sum(a, delta, want_sum=True)
+    finally:
+        torch.set_num_threads(before)
+    each = torch.einsum("nto,nti->noi", delta, a)
+    torch.testing.assert_close(squares, each.square().sum((1, 2)))
+    torch.testing.assert_close(total, each.sum(0))

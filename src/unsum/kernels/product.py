@@ -68,8 +68,10 @@ def gram(a: Tensor, delta: Tensor, other_a: Tensor, other_delta: Tensor) -> Tens
 def norms_and_sum(a: Tensor, delta: Tensor, *, want_sum: bool) -> tuple[Tensor, Tensor | None]:
     """The squared norms (n,) and, from the same product, the sum over samples (o, i)."""
     (n, _, i), o = a.shape, delta.shape[-1]
-    if a.device.type == "cpu" and o * i >= 1 << 15 and n:
-        return _one_by_one(a, delta, want_sum=want_sum)
+    if a.device.type == "cpu" and (some := _at_once(n, o * i)) < n:
+        return (
+            _one_by_one(a, delta, want_sum=want_sum) if some == 1 else _some_at_once(a, delta, some, want_sum=want_sum)
+        )
     tile = TILE.get(a.device.type, 1 << 25)
     rows = o if n * o * i <= tile else max(ALIGNED, tile // max(n * i, 1) // ALIGNED * ALIGNED)
     if rows >= o:
@@ -85,6 +87,26 @@ def norms_and_sum(a: Tensor, delta: Tensor, *, want_sum: bool) -> tuple[Tensor, 
         part, total[first : first + rows] = fused.norms_and_sum(each)
         sq += part
     return sq, total
+
+
+def _at_once(n: int, size: int) -> int:
+    """Of how many samples a processor forms gradients of so many numbers at once: as many as stay in its cache, and one
+    by one where a product of its own keeps all threads busy. As measured."""
+    if n * size <= (1 << 20 if torch.get_num_threads() == 1 else 1 << 22):
+        return n
+    return 1 if torch.get_num_threads() == 1 else max(1, (1 << 20) // size)
+
+
+def _some_at_once(a: Tensor, delta: Tensor, some: int, *, want_sum: bool) -> tuple[Tensor, Tensor | None]:
+    """Several samples' gradients at a time."""
+    found, total = [], None
+    for first in range(0, len(a), some):
+        each = torch.bmm(delta[first : first + some].mT, a[first : first + some])
+        found.append(squares(each))
+        if want_sum:
+            summed = each.sum(0, dtype=wide(a.dtype))
+            total = summed if total is None else total.add_(summed)
+    return torch.cat(found), total
 
 
 def _one_by_one(a: Tensor, delta: Tensor, *, want_sum: bool) -> tuple[Tensor, Tensor | None]:
