@@ -81,13 +81,14 @@ def shot(page, name):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_picture_is_seen(open_page, report_path, scheme):
     page = open_page(report_path[0], color_scheme=scheme)
-    box = page.frame_locator("#picture iframe").locator("#picture svg").first.bounding_box()
+    box = page.locator("#picture svg").first.bounding_box()
     assert box["width"] > 100 and box["height"] > 100
     shot(page, f"report_desktop_{scheme}")
 
 
 def test_the_picture_folds(open_page, report_path):
     page = open_page(report_path[0])
+    page.locator("#picture summary", has_text="Fold and unfold").click()
     inside = page.frame_locator("#picture iframe")
     group = lambda folded: inside.locator(f"[data-role=group][data-name=mix][data-folded={folded}]")
     first = "true" if group("true").count() else "false"

@@ -89,7 +89,7 @@ def page(folding: Folding, opened: _Open, title: str) -> str:
         number[state], letters = len(parts), letters + len(picture)
         parts.append(f'<template data-picture="{len(parts)}">{picture}</template>')
     moves = [_moves(state, opened, above, number) for state in number]
-    text = json.dumps(moves, separators=(",", ":")).replace("</", "<\\/")
+    text = json.dumps(moves, separators=(",", ":")).replace("<", "\\u003c")
     return _PAGE.format(
         title=escape(title), states="\n".join(parts), hint=_HINT, moves=text, dead=json.dumps(_DEAD),
         closed=json.dumps(_CLOSED),

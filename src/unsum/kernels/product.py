@@ -92,16 +92,20 @@ def norms_and_sum(a: Tensor, delta: Tensor, *, want_sum: bool) -> tuple[Tensor, 
 def _at_once(n: int, size: int) -> int:
     """Of how many samples a processor forms gradients of so many numbers at once: as many as stay in its cache, and one
     by one where a product of its own keeps all threads busy. As measured."""
-    if n * size <= (1 << 20 if torch.get_num_threads() == 1 else 1 << 22):
+    if n * size <= 1 << 20:
         return n
     return 1 if torch.get_num_threads() == 1 else max(1, (1 << 20) // size)
 
 
 def _some_at_once(a: Tensor, delta: Tensor, some: int, *, want_sum: bool) -> tuple[Tensor, Tensor | None]:
     """Several samples' gradients at a time."""
-    found, total = [], None
+    found, total, each = [], None, None
     for first in range(0, len(a), some):
-        each = torch.bmm(delta[first : first + some].mT, a[first : first + some])
+        part = slice(first, first + some)
+        if each is None or len(each) != len(a[part]):
+            each = torch.bmm(delta[part].mT, a[part])
+        else:
+            torch.bmm(delta[part].mT, a[part], out=each)
         found.append(squares(each))
         if want_sum:
             summed = each.sum(0, dtype=wide(a.dtype))

@@ -57,6 +57,7 @@
     };
     if (frame.contentDocument?.readyState === "complete" && frame.contentDocument.URL === "about:srcdoc") ready();
     else frame.addEventListener("load", ready);
+    frame.closest("details").addEventListener("toggle", () => { if (frame.contentDocument?.body) fit(); });
     addEventListener("beforeprint", () => { frame.style.height = `${needed()}px`; });
   }
 

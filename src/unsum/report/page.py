@@ -124,12 +124,16 @@ def _where(flag: Flag, at: dict[str, int]) -> str:
 
 
 def _picture(made: Report) -> str:
-    # A page of its own within this one: the same that `picture.save("graph.html")` writes. In a quoted attribute only
-    # the quote and `&` have to be written otherwise; programs that look for the ends of scripts find this page's alone.
+    # Inlined, and as a page of its own within this one: the same that `picture.save("graph.html")` writes. In a quoted
+    # attribute only the quote and `&` have to be written otherwise; more would make the page half as large again.
     inside = made.foldable.replace("&", "&amp;").replace("'", "&#39;").replace("</script", "&lt;/script")
-    body = f"<iframe title='Picture of the graph' srcdoc='{inside}'></iframe>"
+    body = (
+        f'<figure class="scroll" tabindex="0" role="region" aria-label="Picture of the graph">{made.picture}</figure>'
+        f'<details class="folding"><summary>Fold and unfold its modules</summary><iframe title="Picture that folds" '
+        f"srcdoc='{inside}'></iframe></details>"
+    )
     lead = "The graph that the backward walks, from the sum of the losses to the parameters."
-    return _section("picture", "The picture", body if made.foldable else _absent(made, "picture"), lead=lead)
+    return _section("picture", "The picture", body if made.picture else _absent(made, "picture"), lead=lead)
 
 
 def _layers(made: Report) -> str:
