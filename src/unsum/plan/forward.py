@@ -171,7 +171,7 @@ class Forward:
         try:
             if self._verify:
                 refuse_mixing(self._model, *outer, self._samples.owners, n)
-            elif isinstance(self._samples, sample_maps.Dim) and max(sizes, default=0) > 1:
+            elif self._seen is None and isinstance(self._samples, sample_maps.Dim) and max(sizes, default=0) > 1:
                 confirm(self._model, *outer, n=n, k=self._samples.k)
         finally:
             self.trying = False
