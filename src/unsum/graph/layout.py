@@ -58,6 +58,14 @@ class Mapped:
         """The sample of every position."""
         return self.map.to(device)
 
+    def rows(self) -> Tensor | None:
+        """The sample of each row, if all that was seen in it is of one; UNSEEN where nothing was. None if not."""
+        if not self.map.numel() or not self.map.dim():
+            return None
+        flat = self.map.reshape(len(self.map), -1)
+        rows = flat.amax(1)
+        return rows if bool(((flat == rows[:, None]) | (flat == UNSEEN)).all()) else None
+
     def widened(self, shape: tuple[int, ...]) -> Mapped:
         """For a tensor that has more dimensions behind."""
         return Mapped(self.map.view(*self.map.shape, *(1 for _ in shape[self.map.dim() :])).expand(shape))

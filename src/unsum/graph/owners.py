@@ -19,7 +19,7 @@ from torch.autograd.function import BackwardCFunction
 
 from unsum.errors import SamplesError, UnsupportedError
 from unsum.graph.codes import Codes
-from unsum.graph.layout import UNSEEN, Layout, Mapped, same
+from unsum.graph.layout import Layout, Mapped, same
 from unsum.graph.nodes import Edge, Node, is_leaf
 from unsum.graph.replay import Grads, Heard, replay
 
@@ -154,13 +154,8 @@ def _light(owners: Owners) -> Owners:
 
 
 def _by_rows(owner: Mapped) -> Mapped:
-    """One number for each row, if all that was seen in it is of one sample."""
-    if not owner.map.numel() or not owner.map.dim():
-        return IRREGULAR
-    flat = owner.map.reshape(len(owner.map), -1)
-    rows = flat.amax(1)
-    fits = bool(((flat == rows[:, None]) | (flat == UNSEEN)).all())
-    return Mapped(rows).widened(owner.shape) if fits else IRREGULAR
+    rows = owner.rows()
+    return IRREGULAR if rows is None else Mapped(rows).widened(owner.shape)
 
 
 def _is_chance(owners: Owners, n: int, grads: Grads) -> bool:

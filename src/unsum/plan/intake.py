@@ -13,8 +13,9 @@ from unsum.factors.factors import Factors, Share
 from unsum.factors.total import Kind
 from unsum.graph.nodes import Node
 from unsum.plan.plan import Meeting, Plan
-from unsum.plan.pool import Pool, refuse_changed, versions
+from unsum.plan.pool import Pool
 from unsum.plan.together import Together
+from unsum.plan.unchanged import Held, refuse_changed, versions
 from unsum.reducers import Norms, Reducer
 
 
@@ -44,7 +45,7 @@ class Intake:
         self._reducers, self._keep, self._scale, self._check = reducers, keep, scale, check
         self._sums: dict[int, Tensor] = {}
         self._skipped, self._only, self._deliver = skipped, only, deliver
-        self.versions: dict[int, list[tuple[Tensor, int]]] = {}  # of the tensors that are held, as they came
+        self.versions: dict[int, Held] = {}  # of the tensors that are held, as they came
         self._pool: Pool | None = None
         if len(reducers) == 1 and isinstance(norms := reducers[0], Norms) and not keep and not check:
             self._pool = Pool(lambda name, sq: norms.put(name, self._scaled(sq)), deliver)

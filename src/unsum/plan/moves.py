@@ -148,10 +148,6 @@ def _takes_rows(node: Node) -> bool:
 
 
 def _rows(layout: Layout | None) -> Tensor | None:
-    """The sample of each row, if all that was seen in a row is of one; UNSEEN where nothing was."""
-    if not isinstance(layout, Mapped) or not layout.map.numel() or not layout.map.dim():
-        return None
-    flat = layout.map.cpu().reshape(layout.shape[0], -1)
-    rows = flat.amax(1)
-    fits = bool(((flat == rows[:, None]) | (flat == UNSEEN)).all()) and not bool((rows == NOBODY).any())
-    return rows if fits else None
+    """The sample of each row, if each is of one, or was not seen."""
+    rows = layout.rows() if isinstance(layout, Mapped) else None
+    return None if rows is None or bool((rows == NOBODY).any()) else rows.cpu()

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from unsum.errors import UnsupportedError
 from unsum.factors.dense import Dense
 from unsum.factors.outer import Outer
 from unsum.factors.scale import Scale
 from unsum.factors.total import Kind
 from unsum.kernels import product
+from unsum.plan.unchanged import Held, refuse_changed, versions
 
 # Numbers in the factors of one layer, up to which it waits; and in all that wait.
 SMALL = {"cpu": 1 << 16, "cuda": 1 << 23}
@@ -27,7 +27,7 @@ class _Waiting:
     parameter: nn.Parameter
     kind: Outer | Dense
     wants_sum: bool
-    versions: list[tuple[Tensor, int]]
+    held: Held
 
 
 class Pool:
@@ -67,7 +67,7 @@ class Pool:
         """Reduce what waits."""
         for group in self._waiting.values():
             for waiting in group:
-                refuse_changed(waiting.name, waiting.versions)
+                refuse_changed(waiting.name, waiting.held)
             sq, sums = reduced(_joined([each.kind for each in group]), len(group), wants_sum=group[0].wants_sum)
             for waiting, values in zip(group, sq.unbind(), strict=True):
                 self._put(waiting.name, values)
@@ -75,21 +75,6 @@ class Pool:
                 self._deliver([waiting.parameter for waiting in group], sums.unbind())
         self._waiting.clear()
         self._held = 0
-
-
-def versions(kind: Kind) -> list[tuple[Tensor, int]]:
-    """The tensors that factors refer to, and which version of them."""
-    held = [getattr(kind, name) for name in ("a", "x", "ids", "delta") if hasattr(kind, name)]
-    return [(t, t._version) for t in held if isinstance(t, Tensor) and not t.is_inference()]
-
-
-def refuse_changed(name: str, held: Sequence[tuple[Tensor, int]]) -> None:
-    """Raise where what is held was changed in place since."""
-    if any([tensor._version != version for tensor, version in held]):  # noqa: C419
-        raise UnsupportedError(
-            f"{name}: a gradient was changed in place while it was in use, by a hook perhaps: whose it was is lost.\n"
-            "  let the hook return a new tensor"
-        )
 
 
 def _joined(kinds: Sequence[Outer | Dense]) -> Outer | Dense:

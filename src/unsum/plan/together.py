@@ -18,8 +18,9 @@ from unsum.graph.layout import Regular
 from unsum.graph.nodes import Node, below, is_leaf
 from unsum.graph.positions import Positions
 from unsum.plan.plan import Meeting, Plan, Route
-from unsum.plan.pool import BOUND, SMALL, reduced, refuse_changed
+from unsum.plan.pool import BOUND, SMALL, reduced
 from unsum.plan.signature import plain
+from unsum.plan.unchanged import Held, refuse_changed, versions_of
 from unsum.rules.follow import finished
 from unsum.rules.registry import Call
 
@@ -58,7 +59,7 @@ class _Left:
     place: int
     delta: Tensor
     saved: list[Tensor]
-    version: int  # of δ
+    held: Held  # δ, as it came
 
 
 @dataclass
@@ -105,7 +106,7 @@ class Together:
         device = delta.device.type
         if size > SMALL.get(device, 0):
             return False
-        team.left.append(_Left(place, delta, saved, 0 if delta.is_inference() else delta._version))
+        team.left.append(_Left(place, delta, saved, versions_of(delta)))
         self._held += size
         if self._held > BOUND.get(device, 0):
             self.flush()
@@ -123,8 +124,7 @@ class Together:
         left, team.left = team.left, []
         kinds: dict[Hashable, list[_Left]] = {}
         for each in left:  # of one dtype and on one device
-            if not each.delta.is_inference():
-                refuse_changed(str(self._plan.routes[each.place][0].parameter), [(each.delta, each.version)])
+            refuse_changed(str(self._plan.routes[each.place][0].parameter), each.held)
             kinds.setdefault(tuple([(t.dtype, t.device) for t in (each.delta, *each.saved)]), []).append(each)
         for same in kinds.values():
             self._held -= sum([each.delta.numel() + sum([t.numel() for t in each.saved]) for each in same])

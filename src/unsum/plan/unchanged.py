@@ -1,0 +1,31 @@
+"""What is held during a backward must stay as it came: a hook of the user's may change a gradient in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from unsum.errors import UnsupportedError
+from unsum.factors.total import Kind
+
+Held = list[tuple[Tensor, int]]  # tensors, and which version of them
+
+
+def versions(kind: Kind) -> Held:
+    """Of the tensors that factors refer to."""
+    return versions_of(*[getattr(kind, name) for name in ("a", "x", "ids", "delta") if hasattr(kind, name)])
+
+
+def versions_of(*tensors: object) -> Held:
+    """Of these, as far as they are tensors whose changes are counted."""
+    return [(t, t._version) for t in tensors if isinstance(t, Tensor) and not t.is_inference()]
+
+
+def refuse_changed(name: str, held: Sequence[tuple[Tensor, int]]) -> None:
+    """Raise where what is held was changed in place since."""
+    if any([tensor._version != version for tensor, version in held]):  # noqa: C419
+        raise UnsupportedError(
+            f"{name}: a gradient was changed in place while it was in use, by a hook perhaps: whose it was is lost.\n"
+            "  let the hook return a new tensor"
+        )
