@@ -19,24 +19,19 @@ nnsight is measured last, against plain steps of its own: importing it replaces 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib.util
-import json
-import platform
 import random
 import statistics
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import unsum
 from capture_ways import BLOCKS, HAND, KINDS, UNSUM, Values, Way, ways_for, ways_with_nnsight
+from measuring import clock, machine, now, options_of, parsed, ratios, write
 from models import GPT, loss_of
 
 SIZES = {"small": {"d": 64, "B": 4, "T": 16}, "realistic": {"d": 256, "B": 8, "T": 128}}
@@ -44,16 +39,6 @@ LIMIT = 1.3  # of unsum.capture to hooks by hand
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
-
-
-def clock(device: str) -> str:
-    return "processor" if device == "cpu" and torch.get_num_threads() == 1 else "wall"
-
-
-def now(device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.process_time() if clock(device) == "processor" else time.perf_counter()
 
 
 def timed(way: Way, x: Tensor, y: Tensor) -> float:
@@ -105,12 +90,6 @@ def check(way: Way, x: Tensor, y: Tensor, values: Values, parameters: list[Tenso
     return "close" if all((a - b).norm() <= 1e-4 * b.norm() for a, b in pairs) else "WRONG"
 
 
-def ratios(times: dict[str, list[float]], way: str, to: str) -> dict[str, float]:
-    """Median and quartiles of the ratio of two ways, repetition by repetition."""
-    low, middle, high = statistics.quantiles([a / b for a, b in zip(times[way], times[to], strict=True)], n=4)
-    return {"median": round(middle, 4), "low": round(low, 4), "high": round(high, 4)}
-
-
 def rows_for(
     ways: Sequence[Way], x: Tensor, y: Tensor, *, seconds: float
 ) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
@@ -159,20 +138,6 @@ def run_nnsight(size: str, *, device: str, seconds: float) -> dict[str, Any]:
 # ---- showing --------------------------------------------------------------------------------------------------------
 
 
-def machine(device: str) -> dict[str, str]:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return {
-        "cpu": cpu or platform.processor() or platform.machine(),
-        **({"gpu": torch.cuda.get_device_name()} if device == "cuda" else {}),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "unsum": unsum.__version__,
-        "date": datetime.now(UTC).date().isoformat(),
-    }
-
-
 def table(result: dict[str, Any]) -> str:
     d, B, T = (result[key] for key in "dBT")
     lines = [f"{result['size']}: d={d}, B={B}, T={T}; {result['rows'][0]['repetitions']} repetitions"]
@@ -190,15 +155,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions: about half a minute")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write everything there")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--threads", type=int, default=1, help="of torch on the CPU; 1 is the steadiest")
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: there is no CUDA device")
-    torch.set_num_threads(options.threads)
+    options = parsed(options_of(__doc__))
     random.seed(0)
     seconds = {"small": 3.0, "realistic": 9.0} if options.quick else {"small": 30.0, "realistic": 80.0}
     results = [run(size, device=options.device, seconds=seconds[size]) for size in SIZES]
@@ -207,12 +164,9 @@ def main() -> None:
     about = machine(options.device)
     print(", ".join(f"{key} {value}" for key, value in about.items()), end="\n\n")
     print("\n\n".join(map(table, results)))
-    if options.json:
-        settings = {"device": options.device, "threads": options.threads, "quick": options.quick, "blocks": BLOCKS}
-        settings["clock"] = clock(options.device)
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        report = {"machine": about, "settings": settings, "limit": LIMIT, "sizes": results}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    settings = {"device": options.device, "threads": options.threads, "quick": options.quick, "blocks": BLOCKS}
+    settings["clock"] = clock(options.device)
+    write(options.json, {"machine": about, "settings": settings, "limit": LIMIT, "sizes": results})
 
 
 if __name__ == "__main__":

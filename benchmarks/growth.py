@@ -8,18 +8,15 @@ For each size: one GPT, plain steps and steps with `unsum.Norms()` in turn; show
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from capture_overhead import machine, now
+from measuring import machine, now, options_of, parsed, ratios, write
 from models import GPT
 from norms import plain, token_loss, with_unsum
 
@@ -54,21 +51,13 @@ def measure(batch: int, length: int, model: dict[str, int], *, device: str, seco
             start = now(device)
             way(net, x, y)
             times[name].append(now(device) - start)
-    ratios = [b / a for a, b in zip(times["plain"], times["norms"], strict=True)]
     each = {name: round(1e6 * statistics.median(values) / batch, 1) for name, values in times.items()}
-    low, median, high = statistics.quantiles(ratios, n=4)
-    ratio = {"median": round(median, 3), "low": round(low, 3), "high": round(high, 3)}
-    return {"B": batch, "T": length, "us_per_sample": each, "to_plain": ratio, "repetitions": len(ratios)}
+    ratio = ratios(times, "norms", "plain")
+    return {"B": batch, "T": length, "us_per_sample": each, "to_plain": ratio, "repetitions": len(times["plain"])}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write everything there")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--threads", type=int, default=1, help="of torch on the CPU")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    options = parsed(options_of(__doc__))
     warnings.simplefilter("ignore")
     sizes = SIZES[options.device]
     report: dict[str, Any] = {"machine": machine(options.device), "device": options.device, "model": sizes["model"]}
@@ -82,9 +71,7 @@ def main() -> None:
             each = row["us_per_sample"]
             print(f"  {batch:>5}{length:>7}{each['plain']:>18}{each['norms']:>18}{row['to_plain']['median']:>10}",
                   flush=True)  # fmt: skip
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write(options.json, report)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from capture_overhead import now
+from measuring import now
 from norms import CUDA, plain, with_unsum
 
 STEPS = 5

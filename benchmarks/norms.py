@@ -13,13 +13,11 @@ backwards), torch.func (vmap of grad), BackPACK (BatchL2Grad).
 
 from __future__ import annotations
 
-import argparse
 import copy
 import ctypes
 import functools
 import gc
 import importlib.util
-import json
 import random
 import statistics
 import subprocess
@@ -36,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import unsum
-from capture_overhead import machine, now, ratios
+from measuring import machine, memory_of, now, options_of, parsed, ratios, write
 from models import CNN, GPT, RecurrentLM
 from unsum.plan.memory import forget
 
@@ -225,15 +223,6 @@ def peak_of(make: Callable[[str], Any], way: str) -> int:
     return status("VmHWM") - before
 
 
-def memory_of(step: Callable[[], Any], model: nn.Module) -> int:
-    """Bytes on the GPU at the highest point of a step."""
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    model.zero_grad(set_to_none=True)
-    step()
-    return torch.cuda.max_memory_allocated()
-
-
 def run(name: str, make: Callable[[str], Any], *, device: str, dtype: torch.dtype, seconds: float) -> dict[str, Any]:
     torch.manual_seed(0)
     model, loss, x, y = make(device)
@@ -309,15 +298,10 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write everything there")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--threads", type=int, default=1, help="of torch on the CPU")
+    parser = options_of(__doc__)
     parser.add_argument("--only", default="", help="models whose name contains this")
     parser.add_argument("--peak-of", choices=["plain", "unsum"], help="only print the bytes that a step takes")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    options = parsed(parser)
     if options.peak_of:
         print(peak_of(next(make for name, make in CPU.items() if options.only in name), options.peak_of))
         return
@@ -331,10 +315,10 @@ def main() -> None:
     for name, make in models.items():
         results.append(run(name, make, device=options.device, dtype=dtype, seconds=5 if options.quick else 40))
         print(table(results[-1]), end="\n\n", flush=True)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        report = {"machine": about, "device": options.device, "threads": options.threads, "models": results}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write(
+        options.json,
+        {"machine": about, "device": options.device, "threads": options.threads, "models": results},
+    )
 
 
 if __name__ == "__main__":

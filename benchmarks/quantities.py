@@ -11,15 +11,12 @@ against the projection of `.grad`.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import random
 import statistics
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import unsum
-from capture_overhead import machine, now, ratios
+from measuring import machine, memory_of, now, options_of, parsed, ratios, write
 from models import GPT, ResNet50
-from norms import memory_of, truth
+from norms import truth
 from unsum.factors.factors import projection
 
 Step = Callable[[], Any]
@@ -215,15 +212,11 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write everything there")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser = options_of(__doc__)
     parser.add_argument("--only", default="", help="models whose name contains this")
-    options = parser.parse_args()
+    options = parsed(parser)
     warnings.simplefilter("ignore")
     random.seed(0)
-    torch.set_num_threads(1)
     about, results = machine(options.device), []
     print(", ".join(f"{key} {value}" for key, value in about.items()), end="\n\n")
     for name, (make, names) in MODELS[options.device].items():
@@ -236,10 +229,7 @@ def main() -> None:
             print(f"{name}: {error}", flush=True)
         gc.unfreeze()
         gc.collect()
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        report = {"machine": about, "device": options.device, "models": results}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write(options.json, {"machine": about, "device": options.device, "models": results})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The only file that registers anything with PyTorch: hooks on modules and tensors, and the catching of `backward`.
+"""The only file that registers anything with PyTorch: hooks on modules and tensors, the watching of calls, and the
+catching of `backward`.
 
 Everything here is undone by what it returns, or by `close`; nothing is active while no block is open.
 
@@ -8,6 +9,9 @@ on the engine's own worker threads (CUDA), to which torch carries its thread-loc
 **Catching backward.** `Tensor.backward`, `torch.autograd.backward` and `torch.autograd.grad` all end in one function,
 which is replaced while a block is open. A TorchFunctionMode would also see them, but every torch call would pass
 through it (up to 13 % of a step); replacing the public functions misses whoever imported them by name.
+
+**Watching calls.** A block that wants to know of every call, but changes none, replaces `nn.Module.__call__` while it
+is open: hooks on every module would take longer to register, and make every call slower.
 
 **One thread.** Torch runs the nodes of a GPU's tensors on a thread of its own. Handing Python's lock to and fro for
 every hook can cost more than the hooks themselves (a step with norms took twice as long as it does now), so a backward
