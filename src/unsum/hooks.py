@@ -120,6 +120,18 @@ class Watcher(Protocol):
         """A call is over; None if it raised."""
         ...
 
+    def instead_of_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a compiled module in another way, if nobody else watches; NOTHING for the usual one."""
+        ...
+
+
+NOTHING = object()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether this is what `torch.compile(module)` gives, or a module after `module.compile()`."""
+    return module._compiled_call_impl is not None or "dynamo_ctx" in module.__dict__
+
 
 def on_calls(watcher: Watcher) -> list[Watcher]:
     """Tell the watcher of all calls of modules in this thread. No hooks: they would cost more than the watching, on
@@ -154,6 +166,10 @@ def _watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     watchers, call = _local.__dict__.get("watchers"), _calls[0]
     if not watchers:
         return call(self, *args, **kwargs)
+    if len(watchers) == 1 and is_compiled(self):
+        output = watchers[0].instead_of_call(self, args, kwargs)
+        if output is not NOTHING:
+            return output
     begun: list[Watcher] = []
     try:
         for watcher in watchers:
@@ -167,6 +183,27 @@ def _watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     for watcher in reversed(begun):
         watcher.after_call(output)
     return output
+
+
+def is_alone(block: Block) -> bool:
+    """Whether no other block is open, in any thread."""
+    return _open == [block] and len(_watching) == 1
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """As if no block were open, for the only one that is: compiled code runs compiled, or is compiled."""
+    blocks, watchers, call = _local.blocks, _local.watchers, nn.Module.__call__
+    _local.blocks, _local.watchers = [], []
+    if call is _watched:  # what torch compiles must not go through it
+        nn.Module.__call__ = _calls[0]  # type: ignore[method-assign]
+    stance = torch.compiler.set_stance("default")
+    try:
+        yield
+    finally:
+        stance.__exit__(None, None, None)
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        _local.blocks, _local.watchers = blocks, watchers
 
 
 def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None], *, first: bool = False) -> Handle:

@@ -116,6 +116,10 @@ class Norms(_Reducer):
         """Squared norms that were had with something else."""
         self._by_parameter.setdefault(name, {})[self._now] = sq_norms
 
+    def latest(self) -> dict[str, Tensor]:
+        """{name: (n,)}: squared norms that the last backward brought."""
+        return {name: parts[self._now] for name, parts in self._by_parameter.items() if self._now in parts}
+
     def by_parameter(self) -> dict[str, Tensor]:
         """{name: (n,)}: squared norms of each parameter's part."""
         self._check()
@@ -172,6 +176,15 @@ class TokenNorms(_Reducer):
         if wanted in self._new:
             self._squares[self._now] = self._new[wanted][0]
         self._new = {}
+
+    def positions_of(self, given: int | None) -> int | None:
+        """How many positions are wanted of samples whose input has so many; None if that is not known beforehand."""
+        return self._given or given
+
+    def put(self, squares: Tensor, left_out: Sequence[str]) -> None:
+        """(n, t) that were had elsewhere, and the parameters that are not in them."""
+        self._squares[self._now] = squares
+        self.left_out += left_out
 
     def sq_norms(self) -> Tensor:
         """(n, t)."""
@@ -231,14 +244,27 @@ class WeightedSum(_Reducer):
         if callable(self._w):
             self._held[name] = factors
             return
-        first = sum(self._sizes[: self._now])
-        w = self._w[first : first + factors.n]
-        if len(w) != factors.n:
-            raise SamplesError(f"WeightedSum: {len(self._w)} weights for {sum(self._sizes)} samples")
-        self._add(name, factors, w)
+        self.put(name, factors.weighted_sum(self.weights(sum(self._sizes[: self._now]), factors.n)))
 
-    def _add(self, name: str, factors: Factors, w: Tensor) -> None:
-        value = factors.weighted_sum(w)
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the weights are known before the norms."""
+        return not callable(self._w)
+
+    def weights(self, first: int, n: int) -> Tensor:
+        """Of n samples, of which so many came before."""
+        assert isinstance(self._w, Tensor)
+        w = self._w[first : first + n]
+        if len(w) != n:
+            raise SamplesError(f"WeightedSum: {len(self._w)} weights for {first + n} samples or more")
+        return w
+
+    def latest(self) -> dict[str, Tensor]:
+        """{parameter: Σ w_n G_n} so far, whether there are more weights or not."""
+        return self._sums
+
+    def put(self, name: str, value: Tensor) -> None:
+        """Add to a parameter's sum."""
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def end(self, left: Sequence[str]) -> None:
@@ -253,7 +279,7 @@ class WeightedSum(_Reducer):
                 f"WeightedSum: the function of the norms gave {what}, not weights of shape ({len(squares)},)"
             )
         for name, factors in self._held.items():
-            self._add(name, factors, w)
+            self.put(name, factors.weighted_sum(w))
         self._held.clear()
 
     def sum(self) -> dict[str, Tensor]:
@@ -321,7 +347,14 @@ class Project(_Reducer):
 
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
-        value = factors.project(self._k, self._seed)
+        self.put(name, factors.project(self._k, self._seed))
+
+    def options(self) -> tuple[int, int]:
+        """k and the seed."""
+        return self._k, self._seed
+
+    def put(self, name: str, value: Tensor) -> None:
+        """Add to a parameter's (n, k·k)."""
         parts = self._parts.setdefault(name, {})
         parts[self._now] = parts[self._now] + value if self._now in parts else value
 

@@ -138,12 +138,16 @@ class Factors:
         most k² elements is kept as it is. The same for the same name and seed."""
         if not isinstance(k, int) or k < 1:
             raise OptionError(f"project(k={k!r}): k is a whole number, 1 or more")
-        if prod(self.shape) <= k * k:
+        wanted = sides(self.shape, k)
+        return self.projected(k, None if wanted is None else projection(self.name, seed, *wanted, self._device))
+
+    def projected(self, k: int, matrices: tuple[Tensor, Tensor] | None) -> Tensor:
+        """(n, k·k) by these matrices, of which `sides` tells the sizes."""
+        if matrices is None:
             return rows(self.per_sample())
+        left, right = matrices
         if len(self.shape) < 2:
-            left, _ = projection(self.name, seed, k * k, prod(self.shape), 1, self._device)
             return rows(self.per_sample()) @ left.to(self.dtype).T
-        left, right = projection(self.name, seed, k, self.shape[0], prod(self.shape[1:]), self._device)
         parts = []
         for share in self._shares:
             each = [kind.project(left, right).to(self.dtype) for kind in share.kinds]
@@ -208,6 +212,19 @@ class Factors:
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self._device)
+
+
+def kept_numbers(shape: Sequence[int], k: int) -> int:
+    """How many numbers a projection leaves of a parameter of this shape."""
+    return min(prod(shape), k * k)
+
+
+def sides(shape: Sequence[int], k: int) -> tuple[int, int, int] | None:
+    """How many numbers on each side, rows and columns, the matrices have that project a parameter of this shape; None
+    if it is kept as it is."""
+    if prod(shape) <= k * k:
+        return None
+    return (k * k, prod(shape), 1) if len(shape) < 2 else (k, shape[0], prod(shape[1:]))
 
 
 @lru_cache(maxsize=512)

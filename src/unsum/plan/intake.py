@@ -35,6 +35,7 @@ class Intake:
         skipped: frozenset[str],
         only: Collection[int] | None,
         deliver: Callable[[Sequence[nn.Parameter], Sequence[Tensor]], None],
+        pooled: bool = True,
     ) -> None:
         self.n = plan.n
         self.kinds: dict[int, list[Kind]] = {}  # by the id of the parameter
@@ -47,7 +48,7 @@ class Intake:
         self._skipped, self._only, self._deliver = skipped, only, deliver
         self.versions: dict[int, Held] = {}  # of the tensors that are held, as they came
         self._pool: Pool | None = None
-        if len(reducers) == 1 and isinstance(norms := reducers[0], Norms) and not keep and not check:
+        if len(reducers) == 1 and isinstance(norms := reducers[0], Norms) and pooled and not (keep or check):
             self._pool = Pool(lambda name, sq: norms.put(name, self._scaled(sq)), deliver)
         self._together: Together | None = None
         self._came: dict[int, int] = {}
