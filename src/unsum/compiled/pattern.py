@@ -12,6 +12,7 @@ from torch import Tensor
 from unsum.graph.layout import Layout, Regular
 from unsum.graph.nodes import Edge, Node, is_leaf, ordered
 from unsum.graph.positions import Positions
+from unsum.kernels.traced import hint
 from unsum.plan.plan import Meeting, Plan, Route
 from unsum.plan.signature import plain
 from unsum.rules.registry import Rule
@@ -100,11 +101,6 @@ def _numbers(value: Any) -> Any:
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return hint(value)
     return value
-
-
-def hint(value: Any) -> Any:
-    """The number that a symbol stands for while torch writes down; nothing is made to depend on it."""
-    return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value
 
 
 def along(layout: Layout | None, where: str) -> Along:

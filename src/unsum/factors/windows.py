@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from unsum.factors.outer import Outer
 from unsum.kernels import costs, product
 from unsum.kernels.product import Way, wide
+from unsum.kernels.traced import hint, is_traced
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Windows:
     def way(self, *, want_sum: bool) -> Way:
         """The cheapest way to the norms."""
         (o, *rest), places = self.shape, prod(self.delta.shape[3:]) * self.delta.shape[1]
-        return costs.cheaper(places, prod(rest), o // self.geometry.groups, self.x.device.type, want_sum=want_sum)
+        return costs.cheaper(hint(places), prod(rest), o // self.geometry.groups, self.x.device.type, want_sum=want_sum)
 
     def _one_by_one(self) -> Iterator[Tensor]:
         """Each sample's gradient, by torch's own convolution; as fast as that of the whole batch on a CPU."""
@@ -73,7 +74,8 @@ class Windows:
             )[1]  # fmt: skip
 
     def _is_for_the_processor(self) -> bool:
-        return self.x.device.type == "cpu" and not self.turned and self.n > 0 and self.x.dtype != torch.float16
+        usual = not self.turned and self.x.dtype != torch.float16 and not is_traced(self.x)
+        return self.x.device.type == "cpu" and usual and self.n > 0
 
     def per_sample(self) -> Tensor:
         """(n, *shape)."""

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unsum.kernels.traced import is_traced
+
 
 def norms_and_sum(each: Tensor) -> tuple[Tensor, Tensor]:
     """(n,) squared norms and the sum over samples (o, i), from gradients (n, o, i) in one pass."""
@@ -49,6 +51,8 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 def serves(*tensors: Tensor) -> bool:
     """Whether there is a kernel for these tensors."""
+    if any(is_traced(t) for t in tensors):
+        return False
     return all(
         t.is_cuda and t.dtype in _DTYPES and t.is_contiguous() and bool(t.numel()) and is_on(t.device) for t in tensors
     )

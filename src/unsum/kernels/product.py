@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from unsum.kernels import costs, fused
+from unsum.kernels.traced import hint, is_traced
 
 Way = Literal["product", "gram", "rank one"]
 
@@ -33,7 +34,7 @@ def choose(a: Tensor, delta: Tensor, *, want_sum: bool) -> Way:
     (_, t, i), o = a.shape, delta.shape[-1]
     if t == 1:
         return "rank one"
-    return costs.cheaper(t, i, o, a.device.type, want_sum=want_sum)
+    return costs.cheaper(hint(t), i, o, a.device.type, want_sum=want_sum)
 
 
 def rows(values: Tensor) -> Tensor:
@@ -68,12 +69,13 @@ def gram(a: Tensor, delta: Tensor, other_a: Tensor, other_delta: Tensor) -> Tens
 def norms_and_sum(a: Tensor, delta: Tensor, *, want_sum: bool) -> tuple[Tensor, Tensor | None]:
     """The squared norms (n,) and, from the same product, the sum over samples (o, i)."""
     (n, _, i), o = a.shape, delta.shape[-1]
-    if a.device.type == "cpu" and (some := _at_once(n, o * i)) < n:
+    if a.device.type == "cpu" and not is_traced(a) and (some := _at_once(n, o * i)) < n:
         return (
             _one_by_one(a, delta, want_sum=want_sum) if some == 1 else _some_at_once(a, delta, some, want_sum=want_sum)
         )
     tile = TILE.get(a.device.type, 1 << 25)
-    rows = o if n * o * i <= tile else max(ALIGNED, tile // max(n * i, 1) // ALIGNED * ALIGNED)
+    several = hint(n)
+    rows = o if several * o * i <= tile else max(ALIGNED, tile // max(several * i, 1) // ALIGNED * ALIGNED)
     if rows >= o:
         each = torch.bmm(delta.mT, a)
         return fused.norms_and_sum(each) if want_sum else (squares(each), None)
