@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -62,6 +63,7 @@ class Pattern:
     cheap: frozenset[str]  # parameters whose gradient comes with their norms
     cut: frozenset[int]  # which of the call's output tensors lead to the loss
 
+    @cached_property
     def structure(self) -> Hashable:
         """What is the same for all sizes."""
         ways = tuple(

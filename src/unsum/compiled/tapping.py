@@ -76,7 +76,7 @@ class _Memory:
         if key in self.patterns:
             return self.patterns[key][-1]
         alike = [(k.sizes, p[-1]) for k, p in self.patterns.items() if k.rest == key.rest and _same_rank(k, key)]
-        if len({p.structure() for _, p in alike}) != 1:
+        if len({p.structure for _, p in alike}) != 1:
             return None
         for tensor, sizes in enumerate(key.sizes):
             for dim, size in enumerate(sizes):
@@ -192,7 +192,7 @@ class Tapping:
         kwargs: Any,
     ) -> Any:
         assert self._forms is not None and look.n is not None
-        what = (key.rest, known.structure(), tuple(f.key for f in self._forms), tuple(self._wanted), self._grad)
+        what = (key.rest, known.structure, tuple(f.key for f in self._forms), tuple(self._wanted), self._grad)
         record = memory.records.get(what) or _Record(compiled_with_taps(module), known)
         output = self._run(record, inner, args, kwargs, look.n, look.positions, memory.patterns.get(key, []))
         memory.records[what] = record
