@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -130,7 +131,19 @@ class Outer:
             return _two_sided(self.per_sample(), left, right)
         if rows.shape[-1] != self.shape[0]:
             return _two_sided(self.per_sample(), left, right)
-        return torch.bmm((rows @ left.to(rows).T).mT, columns @ right.to(columns)).to(wide(self.a.dtype))
+        return torch.bmm((rows @ _like(left, rows).T).mT, columns @ _like(right, columns)).to(wide(self.a.dtype))
+
+
+def _like(matrix: Tensor, other: Tensor) -> Tensor:
+    """A projection in another's dtype, which is the same in every step: cast once."""
+    if matrix.dtype == other.dtype or fused.is_traced(other):
+        return matrix.to(other)
+    return _cast(matrix, other.dtype, other.device)
+
+
+@lru_cache(maxsize=512)
+def _cast(matrix: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return matrix.to(device, dtype)
 
 
 def _two_sided(values: Tensor, left: Tensor, right: Tensor) -> Tensor:

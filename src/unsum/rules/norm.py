@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
-from unsum.errors import UnsupportedError
 from unsum.factors.scale import Scale
 from unsum.graph.nodes import Node
 from unsum.kernels import fused
@@ -86,36 +85,18 @@ def batch_norm_scale(call: Call) -> Scale | None:
     if call.saved("training"):
         return None
     delta, x, over = call.take(call.delta), call.take(call.saved("input")), _channels(call)
-    mean, variance, eps = (call.saved(name) for name in ("running_mean", "running_var", "eps"))
-    refuse_changed = _watched(mean, variance)
+    eps = call.saved("eps")  # a copy of the rest: training changes them in place, and no version says so
+    mean, variance = torch.stack([call.saved("running_mean"), call.saved("running_var")])
     rows = [rows for tensor in (delta, x) if (rows := _channels_last(tensor)) is not None]
     if not call.only_nobodys and len(rows) == 2 and fused.serves("channel_sums", *rows, mean, variance):
-
-        def sums() -> list[Tensor]:
-            refuse_changed()
-            return [s.view(len(s), *over) for s in fused.channel_sums(*rows, mean, variance, eps)]
-
-        call.memo["sums"] = functools.cache(sums)
+        call.memo["sums"] = functools.cache(
+            lambda: [s.view(len(s), *over) for s in fused.channel_sums(*rows, mean, variance, eps)]
+        )
 
     def normalised() -> Tensor:
-        refuse_changed()
         return ((x - mean.view(over)) * (variance + eps).rsqrt().view(over)).to(x.dtype)
 
     return Scale(delta, normalised, call.shape, over=over, summed=left(call, "sums", 0))
-
-
-def _watched(*statistics: Tensor) -> Callable[[], None]:
-    """Raises, when it is called, where running statistics were changed since; they are the layer's own, no copies."""
-    seen = [(s, s._version) for s in statistics if not s.is_inference()]
-
-    def refuse_changed() -> None:
-        if any(s._version != version for s, version in seen):
-            raise UnsupportedError(
-                "a BatchNorm's running statistics were changed after the backward: what its scale was met by is lost.\n"
-                "  read the factors before the next step in training mode"
-            )
-
-    return refuse_changed
 
 
 def _channels_last(tensor: Tensor) -> Tensor | None:

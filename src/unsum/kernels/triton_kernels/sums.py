@@ -55,7 +55,8 @@ def _sums(
 def _launch(delta: Tensor, x: Tensor, mean: Tensor, spread: Tensor, eps: float, by_channel: bool):
     n, t, d = delta.shape
     width = min(triton.next_power_of_2(d), 256)
-    rows = max(1, min(TILE // width, triton.next_power_of_2(t)))
+    tile = TILE if delta.stride(2) == x.stride(2) == 1 else TILE // 2  # single numbers to load take more registers
+    rows = max(1, min(tile // width, triton.next_power_of_2(t)))
     blocks = triton.cdiv(d, width)
     parts = max(1, min(triton.cdiv(t, 2 * rows), triton.cdiv(ENOUGH, n * blocks)))
     each = triton.cdiv(triton.cdiv(t, parts), rows) * rows
