@@ -3,11 +3,13 @@ GPU."""
 
 import pytest
 import torch
+from reference import per_sample_gradients
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 import unsum
+from unsum.factors.windows import Geometry, Windows
 from unsum.kernels import costs, fused, product, twins
 
 kernels = pytest.importorskip("unsum.kernels.triton_kernels", reason="triton is not installed")
@@ -269,13 +271,37 @@ def test_layers_through_kernels(net, way, monkeypatch):
                 with unsum.gradients(model, reducer()) as g:
                     model(x).square().sum().backward()
             norms = g[reducer].by_parameter() if reducer is unsum.Norms else {"tokens": g[reducer].norms()}
-            found.append(norms | {n: p.grad.clone() for n, p in model.named_parameters()})
+            found.append(norms | {f"{n}:grad": p.grad.clone() for n, p in model.named_parameters()})
+    for name, each in per_sample_gradients(model, lambda m, x: m(x).square().sum(), x).items():
+        close(found[2][name], each.flatten(1).square().sum(1), torch.float32)
+        close(found[2][f"{name}:grad"], each.sum(0), torch.float32)
     for ours, wanted in zip(found[2:], found[:2], strict=True):
         assert ours.keys() == wanted.keys()
         for name in wanted:
             torch.testing.assert_close(ours[name], wanted[name], rtol=1e-4, atol=1e-4)
-    wanted = {"channel_sums"} if net is Images else {"scale_and_shift", "lookup_sq_norms", "normalised_token_sq_norms"}
-    assert wanted | {"token_sq_norms", "gram_sq_norms" if way == "gram" and net is Images else "token_sq_norms"} <= used
+    if net is Images:
+        assert {"channel_sums", "token_sq_norms", "gram_sq_norms" if way == "gram" else "products"} <= used
+    else:
+        sums = {"scale_and_shift", "normalised_token_sq_norms", "lookup_sq_norms", "token_sq_norms"}
+        assert sums | ({"products"} if way == "product" else set()) <= used
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("way", ["product", "gram"])
+def test_convolutions_in_half_precision_unfold_nothing(dims, way, monkeypatch):
+    conv, turn = (F.conv1d, F.conv2d)[dims - 1], {1: torch.nn.grad.conv1d_weight, 2: torch.nn.grad.conv2d_weight}[dims]
+    x, weight = made(3, 4, *(9,) * dims, dtype=torch.bfloat16), made(5, 4, *(3,) * dims, dtype=torch.bfloat16)
+    delta = made(*conv(x, weight, stride=2, padding=1).shape, dtype=torch.bfloat16)
+    each = torch.stack(
+        [turn(x[k : k + 1].double(), weight.shape, delta[k : k + 1].double(), 2, 1) for k in range(len(x))]
+    )
+    geometry = Geometry((3,) * dims, (2,) * dims, (1,) * dims, (1,) * dims, 1)
+    monkeypatch.setattr(costs, "cheaper", lambda *shape, **options: way)
+    monkeypatch.setattr(fused, "is_on_a_gpu", lambda tensor: True)
+    monkeypatch.setattr(Windows, "rows", None)  # which would unfold
+    squares, total = Windows(x[:, None], delta[:, None], geometry, tuple(weight.shape)).norms_and_sum()
+    close(squares, each.flatten(1).square().sum(1), torch.bfloat16)
+    close(total, each.sum(0), torch.bfloat16)
 
 
 # ---- in compiled graphs ------------------------------------------------------------------------------------
