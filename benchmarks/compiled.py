@@ -86,7 +86,8 @@ def run(name: str, make: Any, *, device: str, seconds: float, chosen: Any) -> di
     rows = []
     for key in ways:
         row = {"way": key, "ms": round(1e3 * statistics.median(times[key]), 2),
-               "to_compiled": ratios(times, key, "plain, compiled"), "to_eager": ratios(times, key, "plain, eager")}  # fmt: skip
+               "to_compiled": ratios(times, key, "plain, compiled"),
+               "to_eager": ratios(times, key, "plain, eager")}  # fmt: skip
         if peaks:
             row["memory"] = round(peaks[key] / peaks["plain, compiled"], 3)
         rows.append(row)

@@ -23,7 +23,6 @@ from unsum.compiled.pattern import Pattern, Untappable, leaf_of, made, pattern
 from unsum.compiled.trace import NotYet, Trace, tracing
 from unsum.errors import UnsupportedError
 from unsum.graph.nodes import Edge, Node, edge_of, is_leaf, ordered, place
-from unsum.kernels import fused
 from unsum.kernels.product import wide
 from unsum.nested import leaves
 from unsum.plan.forward import Forward, Look
@@ -204,8 +203,6 @@ class Tapping:
             devices = {p.device for p in self._wanted.values()}
             is_one = len(devices) == 1 and not any(p.is_complex() for p in self._wanted.values())
             self._forms = [f for f in forms if f is not None] if is_one and None not in forms else []
-            if self._forms and next(iter(devices)).type == "cuda":
-                fused.is_on(next(iter(devices)))  # tried now: not among stand-ins
         return not self._forms or (torch.distributed.is_available() and torch.distributed.is_initialized())
 
     def _run(

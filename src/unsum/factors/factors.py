@@ -152,7 +152,8 @@ class Factors:
         for share in self._shares:
             each = [kind.project(left, right).to(self.dtype) for kind in share.kinds]
             parts.append(share.times(sum(each[1:], each[0])) if each else self._zeros(share.n, k, k))
-        return torch.cat(parts).flatten(1).to(self.dtype)
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return whole.flatten(1).to(self.dtype)
 
     def per_token(self) -> Tensor:
         """(n, t, *shape): the part of each position; padded with zeros where samples have unequal numbers."""

@@ -21,6 +21,7 @@ from unsum.kernels.traced import hint, is_traced
 Way = Literal["product", "gram", "rank one"]
 
 TILE = {"cpu": 1 << 25, "cuda": 1 << 27}  # elements of one tile of per-sample gradients
+ONE_PLACE = ([1, 1], [1, 1], [0, 0], [1, 1])  # kernel, stride, padding, dilation of a linear layer seen as windows
 ALIGNED = 128  # rows of a tile: others take slow kernels on a GPU
 
 
@@ -73,6 +74,12 @@ def norms_and_sum(a: Tensor, delta: Tensor, *, want_sum: bool) -> tuple[Tensor, 
         return (
             _one_by_one(a, delta, want_sum=want_sum) if some == 1 else _some_at_once(a, delta, some, want_sum=want_sum)
         )
+    if (
+        want_sum
+        and costs.is_fused(a.shape[1], i, o, a.device.type)
+        and fused.serves("products", a[:, None], delta[:, None])
+    ):
+        return fused.products(a[:, None], delta[:, None], *ONE_PLACE, False)[:2]
     tile = TILE.get(a.device.type, 1 << 25)
     several = hint(n)
     rows = o if several * o * i <= tile else max(ALIGNED, tile // max(several * i, 1) // ALIGNED * ALIGNED)

@@ -11,8 +11,10 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Whether this is a stand-in for a tensor."""
-    return isinstance(tensor, FunctionalTensor | FakeTensor)
+    """Whether this is a stand-in for a tensor: there are no numbers behind it."""
+    if torch.compiler.is_compiling():
+        return True
+    return isinstance(tensor, FakeTensor | FunctionalTensor) or torch._is_functional_tensor(tensor)
 
 
 def hint(value: Any) -> Any:

@@ -114,7 +114,8 @@ def rule_routes(
         parameter, turned = _straight(child, names) if (node, edge) in audit.followed else (None, False)
         parameter = parameter if isinstance(layout, Regular) else None
         found.setdefault(at, []).append(Route(edge, rule, by, shape, meeting, parameter, turned))
-    return {at: tuple(routes) for at, routes in found.items()}
+    # a matrix before its bias: its pass over δ serves both
+    return {at: tuple(sorted(routes, key=lambda route: -prod(route.shape))) for at, routes in found.items()}
 
 
 def _straight(child: Node, names: Mapping[int, str]) -> tuple[str | None, bool]:

@@ -1,0 +1,37 @@
+"""One pass over gradients that are there: (n, …)."""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WIDTH = 1024  # numbers of a gradient that one program sums over all samples
+SOME = 8  # samples read at once: so many loads are under way before the first is waited for
+
+
+@triton.jit
+def _norms_and_sum(each, total, squares, n, size, some: tl.constexpr, width: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64)
+    at = block * width + tl.arange(0, width)
+    inside = at < size
+    summed = tl.zeros((width,), dtype=tl.float32)
+    for first in range(0, n, some):
+        samples = first + tl.arange(0, some)
+        here = each + samples.to(tl.int64)[:, None] * size + at[None, :]
+        values = tl.load(here, mask=(samples < n)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        summed += tl.sum(values, axis=0)
+        tl.store(squares + block * n + samples, tl.sum(values * values, axis=1), mask=samples < n)
+    tl.store(total + at, summed, mask=inside)
+
+
+def norms_and_sum(each: Tensor) -> tuple[Tensor, Tensor]:
+    """(n,) squared norms and the sum over samples, from (n, …)."""
+    n, size = each.shape[0], each[0].numel()
+    blocks, some = triton.cdiv(size, WIDTH), min(SOME, triton.next_power_of_2(n))
+    total = torch.empty(each.shape[1:], dtype=each.dtype, device=each.device)
+    squares = torch.empty((blocks, n), dtype=torch.float32, device=each.device)
+    _norms_and_sum[(blocks,)](each, total, squares, n, size, some=some, width=WIDTH, num_warps=4)
+    return squares.sum(0), total
