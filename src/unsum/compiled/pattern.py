@@ -72,13 +72,32 @@ class Pattern:
         return self.kinds, ways, self.cheap, self.cut
 
 
+# Torch may take down another operation of the same effect on positions. These leave no trace in a pattern:
+_NOTHING = frozenset({"CloneBackward0", "AliasBackward0", "ContiguousBackward0"})
+# These count as one, of which only edges and shapes are compared:
+_SAME = {
+    **dict.fromkeys(("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"), "a view"),
+    **dict.fromkeys(
+        ("NativeBatchNormBackward0", "NativeBatchNormLegitNoTrainingBackward0", "CudnnBatchNormBackward0"),
+        "a batch norm",
+    ),
+}
+
+
+def _kind(node: Node) -> str | None:
+    """What a node counts as, if others count as the same."""
+    name = node.name()
+    return "an attention" if name.startswith("ScaledDotProduct") else _SAME.get(name)
+
+
 Leaf = Callable[[Node], str | None]  # the parameter at a leaf, "" for any other leaf, None for a node that is none
 
 
 def made(outputs: Sequence[Tensor], leaf: Leaf) -> list[Node]:
     """The nodes that lead from a call's outputs to leaves, in the order in which they were made."""
     found = ordered([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
-    return sorted((node for node in found if leaf(node) is None), key=lambda node: node._sequence_nr())
+    counted = (node for node in found if leaf(node) is None and node.name() not in _NOTHING)
+    return sorted(counted, key=lambda node: node._sequence_nr())
 
 
 def described(nodes: Sequence[Node], leaf: Leaf) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
@@ -86,14 +105,22 @@ def described(nodes: Sequence[Node], leaf: Leaf) -> tuple[tuple[Hashable, ...], 
     place = {node: k for k, node in enumerate(nodes)}
     whole, kinds = [], []
     for node in nodes:
-        edges = tuple(
-            (None if child is None else place[child] if child in place else leaf(child), output)
-            for child, output in node.next_functions
-        )
+        edges = tuple(_end(child, output, place, leaf) for child, output in node.next_functions)
+        kind = _kind(node)
         shapes = tuple(_numbers(tuple(meta.shape)) for meta in node._input_metadata)
-        whole.append((_numbers(plain(node)), shapes, edges))
-        kinds.append((node.name(), edges))
+        if kind is None:
+            whole.append((_numbers(plain(node)), shapes, edges))
+        else:
+            whole.append((kind, shapes[0], edges))
+        kinds.append((kind or node.name(), edges))
     return tuple(whole), tuple(kinds)
+
+
+def _end(child: Node | None, output: int, place: Mapping[Node, int], leaf: Leaf) -> Hashable:
+    """Where an edge leads: to which node, or which leaf."""
+    while child is not None and child not in place and leaf(child) is None:  # a copy
+        ((child, output),) = child.next_functions
+    return None if child is None else place[child] if child in place else leaf(child), output
 
 
 def _numbers(value: Any) -> Any:
@@ -132,6 +159,8 @@ def pattern(
         if {route.edge for route in routes} < set(plan.edges[at]):
             raise Untappable(f"there is no rule for {node.name()}{_in(plan.modules.get(at))}")
         ways[place[node]] = tuple(_way(route) for route in routes)
+    if plan.late or plan.streamed:
+        raise Untappable("some gradients are formed sample by sample")
     if any(nodes[at] not in place for at in plan.mixed):
         raise Untappable("a parameter is used outside the call")
     found = {edge: k for k, edge in enumerate(outputs)}
@@ -149,7 +178,6 @@ def _refuse(plan: Plan) -> None:
         or (plan.moves is not None and plan.moves.moves),
         "an operation runs a backward of its own": plan.hidden,
         "the loss has a part that belongs to no sample": plan.nobodys,
-        "some gradients are formed sample by sample": plan.late or plan.streamed,
     }
     for reason, holds in reasons.items():
         if holds:

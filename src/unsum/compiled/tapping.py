@@ -148,7 +148,9 @@ class Tapping:
         key = _Key((name, look.rest, _others(args, kwargs)), look.sizes)
         memory = _memories.setdefault(self._model, _Memory())
         self._candidate, self._is_rehearsal = None, False
-        if key.rest in memory.refused:
+        assert self._forms is not None
+        wanted = (key.rest, tuple(form.key for form in self._forms))
+        if key.rest in memory.refused or wanted in memory.refused:
             return hooks.NOTHING
         try:
             if (known := memory.known(key)) is not None:
@@ -159,8 +161,8 @@ class Tapping:
                 return self._rehearse(memory, key, name, module, inner, args, kwargs)
         except Exception as error:
             self._candidate = None
-            memory.refused[key.rest] = str(_cause(error) or error).splitlines()[0]
-            log.warning("unsum: the compiled model runs eagerly in this block: %s", memory.refused[key.rest])
+            memory.refused[wanted] = (str(_cause(error) or error) or type(error).__name__).splitlines()[0]
+            log.warning("unsum: the compiled model runs eagerly in this block: %s", memory.refused[wanted])
         return hooks.NOTHING
 
     def _rehearse(

@@ -23,7 +23,7 @@ from unsum.plan.intake import Intake
 from unsum.plan.plan import Plan
 from unsum.reducers import Norms
 from unsum.rules.follow import cast, finished, follow
-from unsum.rules.registry import Call
+from unsum.rules.registry import Call, find
 
 _local = threading.local()
 
@@ -193,9 +193,10 @@ class _Session:
             by = way.along.positions(delta.shape, n, way.lead)
             shape = self._shape(child, output, leaf) if way.parameter is None else way.shape
             call = Call(node, delta, by, shape, memo=memo)
-            kind = way.rule.make(call)
+            rule = find(node, way.edge)  # torch may have taken down another operation than was learnt
+            kind = None if rule is None else rule.make(call)
             if kind is None:
-                raise Untappable(f"the rule {way.rule.name} does not hold")
+                raise Untappable(f"there is no rule for {node.name()}, or it does not hold")
             name = way.parameter
             if name is not None:
                 self._arrive(name, way, finished(kind, self._trace.parameters[name], turned=way.turned))

@@ -79,10 +79,11 @@ def group_norm_shift(call: Call) -> Scale:
     return Scale(call.take(call.delta), None, call.shape, over=_channels(call))
 
 
+@rule("NativeBatchNormLegitNoTrainingBackward0", 1, _per_sample)  # as torch.compile takes it down
 @rule("NativeBatchNormBackward0", 1, _per_sample)
 def batch_norm_scale(call: Call) -> Scale | None:
     """In evaluation: y = (x - mean)·rstd·w + b with the running statistics."""
-    if call.saved("training"):
+    if getattr(call.node, "_saved_training", False):
         return None
     delta, x, over = call.take(call.delta), call.take(call.saved("input")), _channels(call)
     eps = call.saved("eps")  # a copy of the rest: training changes them in place, and no version says so
@@ -108,10 +109,11 @@ def _channels_last(tensor: Tensor) -> Tensor | None:
         return None
 
 
+@rule("NativeBatchNormLegitNoTrainingBackward0", 2, _per_sample)  # as torch.compile takes it down
 @rule("NativeBatchNormBackward0", 2, _per_sample)
 def batch_norm_shift(call: Call) -> Scale | None:
     """In evaluation: one shift per channel."""
-    if call.saved("training"):
+    if getattr(call.node, "_saved_training", False):
         return None
     return Scale(call.take(call.delta), None, call.shape, over=_channels(call), summed=left(call, "sums", 1))
 
