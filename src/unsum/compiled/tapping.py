@@ -26,6 +26,7 @@ from unsum.graph.nodes import Edge, Node, edge_of, is_leaf, ordered, place
 from unsum.kernels.product import wide
 from unsum.nested import leaves
 from unsum.plan.forward import Forward, Look
+from unsum.plan.memory import watch_again
 from unsum.plan.plan import Meeting, Plan
 from unsum.reducers import Reducer
 from unsum.sites import unwrapped
@@ -161,6 +162,7 @@ class Tapping:
                 return self._rehearse(memory, key, name, module, inner, args, kwargs)
         except Exception as error:
             self._candidate = None
+            watch_again(self._model)
             memory.refused[wanted] = (str(_cause(error) or error) or type(error).__name__).splitlines()[0]
             log.warning("unsum: the compiled model runs eagerly in this block: %s", memory.refused[wanted])
         return hooks.NOTHING
