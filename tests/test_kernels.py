@@ -44,6 +44,23 @@ def test_scale_and_shift(shape, dtype):
         close(shift, delta.double().sum(1), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 33, 70), (5, 64, 65), (2, 2, 4096)])
+def test_weighted_sum_and_scaled(shape, dtype):
+    each, w = made(*shape, dtype=dtype), made(shape[0]) * 1.001
+    exact = torch.tensordot(w.double(), each.double(), 1)
+    for way in (triton_kernels.weighted_sum, fused.weighted_sum_twin, fused.weighted_sum):
+        total = way(each, w)
+        close(total, exact, torch.float32)  # whatever the gradients are in: weights and sums are not rounded
+        assert total.dtype == torch.float32
+    for way in (triton_kernels.scaled, fused.scaled_twin, fused.scaled):
+        rows = way(each, w)
+        assert rows.dtype == dtype
+        torch.testing.assert_close(rows.float(), each.float() * w[:, None, None], rtol=1e-2, atol=1e-6)
+    rounded_once = fused.scaled_twin(each, w)  # not weights first, then products
+    assert torch.equal(rounded_once, (each.float() * w[:, None, None]).to(dtype))
+
+
 def test_a_kernel_that_gives_something_else_is_not_used(monkeypatch):
     monkeypatch.setattr(triton_kernels, "norms_and_sum", lambda each: [2 * t for t in fused.norms_and_sum_twin(each)])
     with pytest.warns(UserWarning, match="Triton kernels are not used"):

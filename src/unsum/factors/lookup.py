@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from unsum.factors.outer import Outer
+from unsum.kernels import fused
 from unsum.kernels.product import wide
 
 
@@ -51,7 +52,7 @@ class Lookup:
 
     def weighted_sum(self, w: Tensor) -> Tensor:
         """Σ w_n G_n."""
-        return self._added(self.delta * w.to(self.delta)[:, None, None])
+        return self._added(fused.scaled(self.delta, w))
 
     def _added(self, delta: Tensor) -> Tensor:
         total = torch.zeros(self.shape, dtype=self._wide(), device=delta.device)

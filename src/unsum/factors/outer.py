@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from unsum.kernels import product
+from unsum.factors.dense import Dense
+from unsum.kernels import fused, product
 from unsum.kernels.product import Way, wide
 
 
@@ -54,18 +55,20 @@ class Outer:
 
     def sum(self) -> Tensor:
         """The sum over samples: one product, as torch does it."""
-        return self._placed(self._product(self.delta))
+        return self._placed(self._product(self.delta, self.a))
 
     def weighted_sum(self, w: Tensor) -> Tensor:
-        """Σ w_n G_n: one product."""
-        factor = w.to(self.delta).repeat_interleave(self.groups)
-        return self._placed(self._product(self.delta * factor[:, None, None]))
+        """Σ w_n G_n: one product. The smaller of the two factors takes the weights."""
+        w = w.repeat_interleave(self.groups) if self.groups > 1 else w
+        if self.a.shape[-1] < self.delta.shape[-1]:
+            return self._placed(self._product(self.delta, fused.scaled(self.a, w)))
+        return self._placed(self._product(fused.scaled(self.delta, w), self.a))
 
-    def _product(self, delta: Tensor) -> Tensor:
+    def _product(self, delta: Tensor, a: Tensor) -> Tensor:
         if self.groups == 1:
-            return delta.flatten(0, 1).T @ self.a.flatten(0, 1)
+            return delta.flatten(0, 1).T @ a.flatten(0, 1)
         apart = lambda x: x.unflatten(0, (self.n, self.groups)).transpose(0, 1).flatten(1, 2)
-        return torch.bmm(apart(delta).mT, apart(self.a))
+        return torch.bmm(apart(delta).mT, apart(a))
 
     def way(self, *, want_sum: bool) -> Way:
         """The cheapest way to the norms."""
@@ -83,6 +86,13 @@ class Outer:
         sq, total = product.norms_and_sum(self.a, self.delta, want_sum=True)
         assert total is not None
         return sq, (total.T if self.turned else total).reshape(self.shape)
+
+    def norms_and_each(self, *, want_sum: bool) -> tuple[Tensor, Tensor | None, Dense]:
+        """Norms, the sum if it is wanted, and the gradients that their product forms; of one matrix."""
+        assert self.groups == 1
+        rows, columns = (self.a, self.delta) if self.turned else (self.delta, self.a)
+        sq, total, each = product.norms_and_each(columns, rows, want_sum=want_sum)
+        return sq, None if total is None else total.reshape(self.shape), Dense(each.reshape(self.n, *self.shape))
 
     def token_sq_norms(self) -> Tensor:
         """(n, t): |δ|²·|a|² of each position."""

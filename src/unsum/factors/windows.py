@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from unsum.factors.dense import Dense
 from unsum.factors.outer import Outer
-from unsum.kernels import costs, product
+from unsum.kernels import costs, fused, product
 from unsum.kernels.product import Way, wide
 
 
@@ -95,8 +96,9 @@ class Windows:
         return self.outer().sum()
 
     def weighted_sum(self, w: Tensor) -> Tensor:
-        """Σ w_n G_n."""
-        return replace(self, delta=self.delta * w.to(self.delta).view(-1, *(1 for _ in self.delta.shape[1:]))).sum()
+        """Σ w_n G_n. The smaller of the two factors takes the weights."""
+        name = "x" if self.x.numel() < self.delta.numel() else "delta"
+        return replace(self, **{name: fused.scaled(getattr(self, name), w)}).sum()  # type: ignore[arg-type]
 
     def sq_norms(self) -> Tensor:
         """(n,)."""
@@ -125,11 +127,22 @@ class Windows:
     def _by_rows(self, *, want_sum: bool) -> tuple[Tensor, Tensor | None]:
         a, delta = self.rows()
         sq, total = product.norms_and_sum(a, delta, want_sum=want_sum)
-        if total is None:
-            return sq, None
-        o, channels = self.shape[:2]
-        placed = total.view(o, *self.geometry.kernel, channels).movedim(-1, 1)
-        return sq, placed
+        return sq, None if total is None else self._from_rows(total)
+
+    def norms_and_each(self, *, want_sum: bool) -> tuple[Tensor, Tensor | None, Dense] | None:
+        """Norms, the sum if it is wanted, and the gradients that are formed for them; None where none are."""
+        if self.way(want_sum=True) == "gram":
+            return None
+        if self._is_for_the_processor():
+            return Dense(torch.stack(list(self._one_by_one()))).norms_and_each(want_sum=want_sum)
+        if not self.x.is_cuda or self.turned or self.geometry.groups > 1:
+            return None
+        sq, total, each = product.norms_and_each(*self.rows(), want_sum=want_sum)
+        return sq, None if total is None else self._from_rows(total), Dense(self._from_rows(each))
+
+    def _from_rows(self, matrix: Tensor) -> Tensor:
+        """(…, o, kernel·channels) in the parameter's own shape, without moving a number."""
+        return matrix.unflatten(-1, (*self.geometry.kernel, self.shape[1])).movedim(-1, -1 - len(self.geometry.kernel))
 
     def _reduced(self, *, want_sum: bool) -> tuple[Tensor, Tensor | None]:
         if self.x.is_cuda and not self.turned and self.geometry.groups == 1 and self.way(want_sum=want_sum) != "gram":

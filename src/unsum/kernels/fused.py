@@ -43,6 +43,38 @@ def scale_and_shift_twin(delta: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -
     return (delta * normalised).sum(1, dtype=_wide(delta)), delta.sum(1, dtype=_wide(delta))
 
 
+def weighted_sum(each: Tensor, w: Tensor) -> Tensor:
+    """(…): Σ w_n each_n of (n, …) and (n,) in one pass, in float32 at least: the weights are not rounded."""
+    if serves(each):
+        return _kernels().weighted_sum(each, w)  # type: ignore[no-any-return]
+    return weighted_sum_twin(each, w)
+
+
+def weighted_sum_twin(each: Tensor, w: Tensor) -> Tensor:
+    """The same; in low precision sample by sample, so that no wide copy of all is made."""
+    if each.dtype == _wide(each):
+        return torch.tensordot(w.to(each), each, 1)
+    total = torch.zeros(each.shape[1:], dtype=_wide(each), device=each.device)
+    for values, weight in zip(each, w.to(total), strict=True):
+        total.addcmul_(values.to(total.dtype), weight)
+    return total
+
+
+def scaled(x: Tensor, w: Tensor) -> Tensor:
+    """x (n, …) with the n-th part multiplied by w_n, rounded once."""
+    if serves(x):
+        return _kernels().scaled(x, w)  # type: ignore[no-any-return]
+    return scaled_twin(x, w)
+
+
+def scaled_twin(x: Tensor, w: Tensor) -> Tensor:
+    """The same."""
+    each = w.to(x.device).view(-1, *(1 for _ in x.shape[1:]))
+    if x.dtype == _wide(x):
+        return x * each.to(x)
+    return torch.mul(x, each.to(_wide(x)), out=torch.empty_like(x))
+
+
 def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
@@ -64,15 +96,17 @@ def is_on(device: torch.device) -> bool:
         return False
     generator = torch.Generator(device).manual_seed(0)
     make = lambda *shape: torch.randn(shape, device=device, generator=generator)
-    sequences, numbers = [make(3, 70, 33) for _ in range(2)], [make(3, 70) for _ in range(2)]
+    sequences, numbers, weights = [make(3, 70, 33) for _ in range(2)], [make(3, 70) for _ in range(2)], make(3)
     cases: list[tuple[str, Callable[..., Any], Sequence[Tensor]]] = [
         ("norms_and_sum", norms_and_sum_twin, sequences[:1]),
         ("scale_and_shift", scale_and_shift_twin, [*sequences, *numbers]),
+        ("weighted_sum", lambda each, w: [weighted_sum_twin(each, w)], [sequences[0], weights]),
+        ("scaled", lambda x, w: [scaled_twin(x, w)], [sequences[0], weights]),
     ]
     try:
         for name, twin, given in cases:
-            kernel = getattr(_kernels(), name)
-            for ours, wanted in zip(kernel(*given), twin(*given), strict=True):
+            found = getattr(_kernels(), name)(*given)
+            for ours, wanted in zip([found] if isinstance(found, Tensor) else found, twin(*given), strict=True):
                 torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-4)
     except Exception as error:  # no compiler, another Triton, an old GPU: the twins are always there
         warnings.warn(f"unsum: Triton kernels are not used on {device}: {str(error).splitlines()[0]}", stacklevel=2)

@@ -72,3 +72,43 @@ def scale_and_shift(delta: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tup
     )  # fmt: skip
     scale, shift = sums.sum(2)
     return scale, shift
+
+
+@triton.jit
+def _weighted_sum(each, w, total, n, size, block_size: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * block_size + tl.arange(0, block_size)
+    inside = at < size
+    summed = tl.zeros((block_size,), dtype=tl.float32)
+    here = each + at
+    for sample in range(n):
+        summed += tl.load(here, mask=inside, other=0.0).to(tl.float32) * tl.load(w + sample)
+        here += size
+    tl.store(total + at, summed, mask=inside)
+
+
+def weighted_sum(each: Tensor, w: Tensor) -> Tensor:
+    """Σ w_n each_n from (n, …) and (n,), in float32."""
+    n, size = each.shape[0], each[0].numel()
+    total = torch.empty(each.shape[1:], dtype=torch.float32, device=each.device)
+    w = w.to(each.device, torch.float32).contiguous()
+    _weighted_sum[(triton.cdiv(size, BLOCK),)](each, w, total, n, size, block_size=BLOCK, num_warps=8)
+    return total
+
+
+@triton.jit
+def _scaled(x, w, out, size, blocks, block_size: tl.constexpr):
+    program = tl.program_id(0)
+    sample, block = program // blocks, program % blocks
+    within = block.to(tl.int64) * block_size + tl.arange(0, block_size)
+    at = sample.to(tl.int64) * size + within
+    values = tl.load(x + at, mask=within < size, other=0.0).to(tl.float32) * tl.load(w + sample)
+    tl.store(out + at, values, mask=within < size)
+
+
+def scaled(x: Tensor, w: Tensor) -> Tensor:
+    """x (n, …) with the n-th part multiplied by w_n."""
+    n, size = x.shape[0], x[0].numel()
+    blocks, out = triton.cdiv(size, BLOCK), torch.empty_like(x)
+    w = w.to(x.device, torch.float32).contiguous()
+    _scaled[(n * blocks,)](x, w, out, size, blocks, block_size=BLOCK, num_warps=8)
+    return out
