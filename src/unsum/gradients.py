@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -23,6 +24,7 @@ from unsum.graph.probe import state_set_aside
 from unsum.graph.saved import Saved
 from unsum.graph.sides import Sides
 from unsum.keeping import current_scale
+from unsum.plan.again import Again, is_possible
 from unsum.plan.arrived import Arrived
 from unsum.plan.forward import Forward
 from unsum.plan.intake import Intake, accumulate, is_listened
@@ -33,6 +35,7 @@ from unsum.plan.run import Run
 from unsum.plan.signature import signature
 from unsum.reducers import Norms, Reducer
 from unsum.sites import Names
+from unsum.weighted import WeightedSum
 
 log = logging.getLogger("unsum")
 
@@ -88,6 +91,9 @@ class GradientsBlock:
         self._arrived = Arrived(self._setting.wanted, self._found.by_id)
         self._put_back: list[tuple[nn.Parameter, Tensor | None]] = []
         self._before: list[tuple[Any, Any]] = []  # reducers, and what they held before this backward
+        self._again: Again | None = None  # a second backward is to come, for these:
+        self._returning: list[tuple[WeightedSum, frozenset[str]]] = []
+        self._listened = hooks.listened()
         self._is_checked = self._is_new = False
         self._scale: Tensor | float | None = None
         self._unscale: Tensor | float | None = None
@@ -137,7 +143,7 @@ class GradientsBlock:
 
     # ---- backward -------------------------------------------------------------------------------------------------
 
-    def before_backward(self, call: hooks.Backward) -> Sequence[Tensor] | None:
+    def before_backward(self, call: hooks.Backward) -> hooks.Wish | None:
         self._adding.append(call.accumulates)
         self._backwards.append(None)
         if len(self._adding) > 1:
@@ -165,11 +171,13 @@ class GradientsBlock:
         for reducer, held in self._before:
             reducer.restore(held)
         self._before = []
+        self._leave_again()
         if self._is_new:
             self._found.drop(self._calls)
 
-    def _begin(self, call: hooks.Backward, nodes: Sequence[Node], plan: Plan, again: bool) -> Sequence[Tensor] | None:
-        """Wait at the plan's nodes; say which leaves torch is to bring gradients to, if not to all."""
+    def _begin(self, call: hooks.Backward, nodes: Sequence[Node], plan: Plan, again: bool) -> hooks.Wish | None:
+        """Wait at the plan's nodes; say which leaves torch is to bring gradients to, if not to all, and whether there
+        will be a second backward."""
         options = self._options
         loss_scale = None if options.scaler is None else current_scale(options.scaler)
         scale = None if loss_scale is None else 1 / loss_scale
@@ -180,10 +188,12 @@ class GradientsBlock:
             if hasattr(reducer, "select"):
                 reducer.select(self._calls, self._forward.positions)
             reducer.begin(plan.n, again)
+        self._decide(call, nodes, plan)
         skipped = self._skipped(call, plan)
         self._intake = Intake(
             plan, self._setting.wanted, self._found.by_id, options.reducers,
-            keep=options.keep, scale=self._scale, check=self._is_checked, skipped=skipped,
+            keep=options.keep, scale=self._scale, check=self._is_checked,
+            skipped=skipped if options.grad else frozenset(),
             only=None if not call.inputs else {id(given) for given in call.inputs if isinstance(given, Tensor)},
             deliver=self._deliver,
         )  # fmt: skip
@@ -197,8 +207,56 @@ class GradientsBlock:
             for parameter, _ in self._put_back:
                 parameter.grad = None
         if not skipped:
-            return None
-        return [n.variable for n in nodes if is_leaf(n) and self._found.by_id.get(id(n.variable)) not in skipped]
+            return hooks.Wish(retain_graph=self._again is not None)
+        by_id = self._found.by_id
+        only = [n.variable for n in nodes if is_leaf(n) and by_id.get(id(n.variable)) not in skipped]
+        return hooks.Wish(only, retain_graph=self._again is not None)
+
+    def _decide(self, call: hooks.Backward, nodes: Sequence[Node], plan: Plan) -> None:
+        """What reducers whose weights come from the norms hold until these are known."""
+        clipping = [reducer for reducer in self._options.reducers if isinstance(reducer, WeightedSum) and reducer.clips]
+        if not clipping:
+            return
+        parameters = {name: self._setting.wanted[key] for key, name in self._found.by_id.items()}
+        again = self._may_return(call, nodes, plan, parameters)
+        decided = [(reducer, reducer.decide(plan.sizes, parameters, again)) for reducer in clipping]
+        self._returning = [(reducer, names) for reducer, names in decided if names]
+        for reducer in clipping:
+            log.info("unsum: WeightedSum holds %s", dict(Counter(reducer.chosen.values())))
+        if self._returning:
+            self._again = Again(plan, nodes, call)
+            self._again.attach()
+
+    def _may_return(
+        self, call: hooks.Backward, nodes: Sequence[Node], plan: Plan, parameters: Mapping[str, nn.Parameter]
+    ) -> frozenset[str]:
+        """The parameters whose sums a second backward could bring. Not where somebody would notice it: another block,
+        a hook on a tensor; and there is no need where the factors are kept anyway."""
+        if self._options.keep or list(hooks.here()) != [self] or hooks.listened() != self._listened:
+            return frozenset()
+        if not is_possible(plan, nodes):
+            return frozenset()
+        asked = {id(given) for given in call.inputs} or set(self._setting.wanted)
+        return frozenset(n for n in plan.sizes if id(p := parameters[n]) in asked and not p._backward_hooks)
+
+    def _return(self) -> None:
+        """The second backward, for each reducer that has asked for one."""
+        assert self._again is not None
+        by_name = {name: self._setting.wanted[key] for key, name in self._found.by_id.items()}
+        returning = [(reducer, names) for reducer, names in self._returning if reducer.weights is not None]
+        for k, (reducer, names) in enumerate(returning):
+            assert reducer.weights is not None
+            parameters = {name: by_name[name] for name in by_name if name in names}
+            sums = self._again.run(reducer.weights, parameters, last=k == len(returning) - 1)
+            for name, value in sums.items():
+                reducer.add(name, value if self._scale is None else value * self._scale)
+        self._leave_again()
+
+    def _leave_again(self) -> None:
+        if self._again is not None:
+            self._again.detach()
+        self._again, self._returning = None, []
+        self._saved.forget()
 
     def _skipped(self, call: hooks.Backward, plan: Plan) -> frozenset[str]:
         """The parameters whose gradient torch need not compute."""
@@ -207,7 +265,8 @@ class GradientsBlock:
         if not self._options.grad:
             skipped = plan.spare
         else:
-            skipped = plan.cheap if any(isinstance(r, Norms) for r in self._options.reducers) else frozenset()
+            takes = [isinstance(r, Norms) or (isinstance(r, WeightedSum) and r.clips) for r in self._options.reducers]
+            skipped = plan.cheap if any(takes) else frozenset()
         if not skipped:
             return skipped
         wanted = self._setting.wanted
@@ -321,6 +380,8 @@ class GradientsBlock:
             if self._is_checked:
                 self._arrived.check(intake.found)
             intake.finish()
+            if self._again is not None:
+                self._return()
         except BaseException:
             self._take_back()
             raise

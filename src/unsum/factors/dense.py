@@ -44,7 +44,8 @@ class Dense:
 
     def weighted_sum(self, w: Tensor) -> Tensor:
         """Σ w_n G_n: one pass, in the order in which they lie in memory."""
-        dims = sorted(range(1, self.values.dim()), key=lambda d: -self.values.stride(d))
+        strides = self.values.stride()
+        dims = sorted(range(1, self.values.dim()), key=lambda d: -strides[d])
         total = fused.weighted_sum(self.values.permute(0, *dims), w)
         return total.permute([dims.index(d) for d in range(1, self.values.dim())])
 

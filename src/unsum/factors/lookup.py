@@ -74,6 +74,9 @@ class Lookup:
         """Both; nothing is saved here."""
         return self.sq_norms(), self.sum()
 
+    def norms_and_each(self, *, want_sum: bool) -> None:
+        """No gradient is formed."""
+
     def token_sq_norms(self) -> Tensor:
         """(n, t): |δ|² of each position."""
         return torch.linalg.vector_norm(self.delta, dim=-1, dtype=self._wide()).square()

@@ -87,9 +87,19 @@ class Outer:
         assert total is not None
         return sq, (total.T if self.turned else total).reshape(self.shape)
 
-    def norms_and_each(self, *, want_sum: bool) -> tuple[Tensor, Tensor | None, Dense]:
-        """Norms, the sum if it is wanted, and the gradients that their product forms; of one matrix."""
-        assert self.groups == 1
+    @property
+    def positions(self) -> int:
+        """Of one sample."""
+        return self.a.shape[1]
+
+    def forms(self) -> bool:
+        """Whether the cheapest way to norms and a sum forms every gradient."""
+        return self.groups == 1 and self.way(want_sum=True) == "product"
+
+    def norms_and_each(self, *, want_sum: bool) -> tuple[Tensor, Tensor | None, Dense] | None:
+        """Norms, the sum if it is wanted, and the gradients that are formed for them; None where none are."""
+        if not self.forms():
+            return None
         rows, columns = (self.a, self.delta) if self.turned else (self.delta, self.a)
         sq, total, each = product.norms_and_each(columns, rows, want_sum=want_sum)
         return sq, None if total is None else total.reshape(self.shape), Dense(each.reshape(self.n, *self.shape))

@@ -129,14 +129,22 @@ class Windows:
         sq, total = product.norms_and_sum(a, delta, want_sum=want_sum)
         return sq, None if total is None else self._from_rows(total)
 
+    @property
+    def positions(self) -> int:
+        """Of one sample."""
+        return self.delta.shape[1] * prod(self.delta.shape[3:])
+
+    def forms(self) -> bool:
+        """Whether the cheapest way to norms and a sum forms every gradient."""
+        by_rows = self.x.is_cuda and not self.turned and self.geometry.groups == 1
+        return self.way(want_sum=True) == "product" and (by_rows or self._is_for_the_processor())
+
     def norms_and_each(self, *, want_sum: bool) -> tuple[Tensor, Tensor | None, Dense] | None:
         """Norms, the sum if it is wanted, and the gradients that are formed for them; None where none are."""
-        if self.way(want_sum=True) == "gram":
+        if not self.forms():
             return None
         if self._is_for_the_processor():
             return Dense(torch.stack(list(self._one_by_one()))).norms_and_each(want_sum=want_sum)
-        if not self.x.is_cuda or self.turned or self.geometry.groups > 1:
-            return None
         sq, total, each = product.norms_and_each(*self.rows(), want_sum=want_sum)
         return sq, None if total is None else self._from_rows(total), Dense(self._from_rows(each))
 
