@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -218,7 +219,7 @@ class GradientsBlock:
         if not clipping:
             return
         parameters = {name: self._setting.wanted[key] for key, name in self._found.by_id.items()}
-        again = self._may_return(call, nodes, plan, parameters)
+        again = functools.cache(lambda: self._may_return(call, nodes, plan, parameters))
         decided = [(reducer, reducer.decide(plan.sizes, parameters, again)) for reducer in clipping]
         self._returning = [(reducer, names) for reducer, names in decided if names]
         for reducer in clipping:

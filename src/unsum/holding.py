@@ -11,7 +11,7 @@ backward, by far the slowest, comes only where neither fits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf, prod
 from pathlib import Path
@@ -27,6 +27,7 @@ from unsum.kernels import costs
 
 GRADIENTS, FACTORS, AGAIN = "gradients", "factors", "second backward"
 FREE = 0.5  # the share of free memory that is the budget, if none is given
+FAR = {"cpu": 140.0}  # what a number costs that is written to memory and read again later, in the units of `costs`
 ALWAYS = 0.1  # scales and shifts are held in any case, up to this share of what the parameters themselves take
 
 
@@ -37,7 +38,7 @@ class Size:
     gradients: int  # bytes
     factors: int  # bytes
     saved: float  # time that held gradients save, in the units of `costs`
-    formed: bool  # whether they are formed anyway
+    formed: bool  # whether they are formed anyway, and holding them saves time
     small: bool = False  # a scale or a shift
 
     def __add__(self, other: Size) -> Size:
@@ -56,12 +57,14 @@ def size_of(kind: Kind) -> Size:
         return Size(numbers * wide, factors * width, weight["pass"] * factors, formed=True, small=numbers <= factors)
     formed = isinstance(kind, Outer | Windows) and kind.forms()
     positions = kind.positions if isinstance(kind, Outer | Windows) else 0
-    saved = numbers * (2 * weight["plain"] * positions - weight["pass"])
-    return Size(numbers * width, factors * width, saved, formed=formed)
+    saved = numbers * (2 * weight["plain"] * positions - FAR.get(values.device.type, weight["pass"]))
+    return Size(numbers * width, factors * width, saved, formed=formed and saved > 0)
 
 
-def choose(sizes: Mapping[str, Size], budget: float, *, always: float, again: Collection[str]) -> dict[str, str]:
-    """{parameter: way}. `again` are those for which there may be a second backward; `always` bytes are for scales and
+def choose(
+    sizes: Mapping[str, Size], budget: float, *, always: float, again: Callable[[], Collection[str]]
+) -> dict[str, str]:
+    """{parameter: way}. `again()` are those for which there may be a second backward; `always` bytes are for scales and
     shifts besides the budget."""
     ways = {name: GRADIENTS if size.formed else FACTORS for name, size in sizes.items()}
     over = sum(_bytes(sizes[name], way) for name, way in ways.items()) - budget
@@ -71,12 +74,12 @@ def choose(sizes: Mapping[str, Size], budget: float, *, always: float, again: Co
             break
         ways[name] = FACTORS
         over -= sizes[name].gradients - sizes[name].factors
-    if over <= 0 or not again:
+    if over <= 0 or not (able := again()):
         return ways
-    ways = {name: AGAIN if name in again else way for name, way in ways.items()}
+    ways = {name: AGAIN if name in able else way for name, way in ways.items()}
     left = budget - sum(_bytes(sizes[name], way) for name, way in ways.items())
-    able = [name for name, way in ways.items() if way == AGAIN and sizes[name].formed]
-    for name in sorted(able, key=lambda name: -_worth(sizes[name], sizes[name].gradients)):
+    formed = [name for name, way in ways.items() if way == AGAIN and sizes[name].formed]
+    for name in sorted(formed, key=lambda name: -_worth(sizes[name], sizes[name].gradients)):
         takes = sizes[name].gradients
         if sizes[name].small and takes <= always:
             always -= takes

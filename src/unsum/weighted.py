@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from unsum.errors import OptionError, SamplesError, UnsupportedError
 from unsum.factors.factors import Factors
 from unsum.holding import AGAIN, ALWAYS, GRADIENTS, Size, choose, free_memory
+from unsum.kernels.product import squares
 from unsum.reducers import _Reducer
 
 
@@ -67,15 +68,16 @@ class WeightedSum(_Reducer):
         super().reset()
         self._sums: dict[str, Tensor] = {}
         self._held: dict[str, Factors] = {}
+        self._small: dict[Hashable, dict[str, tuple[Tensor, tuple[int, ...]]]] = {}  # of one dtype, on one device
         self._squares: dict[str, Tensor] = {}
         self.weights: Tensor | None = None  # of the last backward, if they come from the norms
         self.chosen: dict[str, str] = {}  # what was held of each parameter in the last backward
 
     def decide(
-        self, sizes: Mapping[str, Size], parameters: Mapping[str, Tensor], again: Collection[str]
+        self, sizes: Mapping[str, Size], parameters: Mapping[str, Tensor], again: Callable[[], Collection[str]]
     ) -> frozenset[str]:
         """Choose what to hold in the backward that begins. Returns the parameters whose sums a second backward is to
-        bring; `again` are those for which it can."""
+        bring; `again()` are those for which it can."""
         if not self.clips:
             return frozenset()
         budget = self._memory
@@ -111,10 +113,7 @@ class WeightedSum(_Reducer):
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
         if self.clips:
-            held = factors.formed() if self.forms(name) else factors
-            self._squares[name] = held.sq_norms()
-            if not self.wants_norms_alone(name):
-                self._held[name] = held
+            self._hold(name, factors)
             return
         assert isinstance(self._w, Tensor)
         first = sum(self._sizes[: self._now])
@@ -123,26 +122,43 @@ class WeightedSum(_Reducer):
             raise SamplesError(f"WeightedSum: {len(self._w)} weights for {sum(self._sizes)} samples")
         self.add(name, factors.weighted_sum(w))
 
+    def _hold(self, name: str, factors: Factors) -> None:
+        if self.forms(name) and (small := factors.small()) is not None:  # all of them at the end, at once
+            self._small.setdefault((small.dtype, small.device), {})[name] = small, factors.shape
+            return
+        held = factors.formed() if self.forms(name) else factors
+        self._squares[name] = held.sq_norms()
+        if not self.wants_norms_alone(name):
+            self._held[name] = held
+
     def add(self, name: str, value: Tensor) -> None:
         """A part of the sum of one parameter."""
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def end(self, left: Sequence[str]) -> None:
         """The backward is over: if the weights come from the norms, here they are."""
-        if not callable(self._w) or not self._squares:
+        if not callable(self._w) or not (self._squares or self._small):
             return
-        parts = list(self._squares.values())
-        squares = torch.stack([part.to(parts[0].device) for part in parts]).sum(0)
-        self.weights = _checked(self._w(squares.sqrt()), squares)
+        together = [torch.cat([value for value, _ in held.values()], 1) for held in self._small.values()]
+        parts = [*self._squares.values(), *map(squares, together)]
+        sq_norms = torch.stack([part.to(parts[0].device) for part in parts]).sum(0)
+        self.weights = _checked(self._w(sq_norms.sqrt()), sq_norms)
+        for held, flat in zip(self._small.values(), together, strict=True):
+            sums = (self.weights.to(flat) @ flat).split([value.shape[1] for value, _ in held.values()])
+            for (name, (_, shape)), value in zip(held.items(), sums, strict=True):
+                self.add(name, value.view(shape))
         for name in list(self._held):  # each is let go of as soon as it is summed
-            factors = self._held.pop(name)
-            if factors.is_changed():
-                raise UnsupportedError(
-                    f"{name}: a gradient was changed in place while it was held, by a hook perhaps: whose it was is "
-                    "lost.\n  let the hook return a new tensor"
-                )
-            self.add(name, factors.weighted_sum(self.weights))
+            self._sum_up(name, self._held.pop(name), self.weights)
         self._squares.clear()
+        self._small.clear()
+
+    def _sum_up(self, name: str, factors: Factors, w: Tensor) -> None:
+        if factors.is_changed():
+            raise UnsupportedError(
+                f"{name}: a gradient was changed in place while it was held, by a hook perhaps: whose it was is lost.\n"
+                "  let the hook return a new tensor"
+            )
+        self.add(name, factors.weighted_sum(w))
 
     def sum(self) -> dict[str, Tensor]:
         """{parameter: Σ w_n G_n}."""
@@ -152,8 +168,8 @@ class WeightedSum(_Reducer):
         return self._sums
 
 
-def _checked(w: Any, squares: Tensor) -> Tensor:
-    if not isinstance(w, Tensor) or w.shape != squares.shape:
+def _checked(w: Any, norms: Tensor) -> Tensor:
+    if not isinstance(w, Tensor) or w.shape != norms.shape:
         what = f"a tensor of shape {tuple(w.shape)}" if isinstance(w, Tensor) else repr(w)
-        raise OptionError(f"WeightedSum: the function of the norms gave {what}, not weights of shape ({len(squares)},)")
+        raise OptionError(f"WeightedSum: the function of the norms gave {what}, not weights of shape ({len(norms)},)")
     return w

@@ -16,9 +16,12 @@ from unsum.errors import OptionError, SamplesError
 from unsum.factors import total
 from unsum.factors.dense import Dense
 from unsum.factors.outer import Outer
+from unsum.factors.scale import Scale
 from unsum.factors.total import Kind
 from unsum.factors.windows import Windows
 from unsum.kernels.product import rows, wide
+
+SMALL = 1 << 14  # numbers of a parameter
 
 
 @dataclass
@@ -141,6 +144,14 @@ class Factors:
         formed._sq_norms = self._sq_norms = share.times(sq, 2)
         formed._sum = self._sum = None if summed is None else share.times(summed)
         return formed
+
+    def small(self) -> Tensor | None:
+        """(n, numbers): the gradients of a scale or a shift, which are small; None of others."""
+        if len(self._shares) != 1 or len(kinds := self._shares[0].kinds) != 1 or self.is_complex:
+            return None
+        if not isinstance(kinds[0], Scale | Dense) or prod(self.shape) > SMALL:
+            return None
+        return rows(self._shares[0].times(kinds[0].per_sample())).to(self.dtype)
 
     def is_changed(self) -> bool:
         """Whether a tensor among the factors was changed in place since they came."""

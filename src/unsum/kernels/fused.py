@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+SMALL = 1 << 18  # numbers, below which starting a kernel takes longer than what it does
+
 
 def norms_and_sum(each: Tensor) -> tuple[Tensor, Tensor]:
     """(n,) squared norms and the sum over samples (o, i), from gradients (n, o, i) in one pass."""
@@ -45,7 +47,7 @@ def scale_and_shift_twin(delta: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -
 
 def weighted_sum(each: Tensor, w: Tensor) -> Tensor:
     """(…): Σ w_n each_n of (n, …) and (n,) in one pass, in float32 at least: the weights are not rounded."""
-    if serves(each):
+    if serves(each) and (each.dtype != _wide(each) or each.numel() >= SMALL):
         return _kernels().weighted_sum(each, w)  # type: ignore[no-any-return]
     return weighted_sum_twin(each, w)
 

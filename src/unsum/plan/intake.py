@@ -165,14 +165,17 @@ class Intake:
         refuse_changed(name, self.versions[key])
         share = Share(self.n, self.kinds[key], self._scale, self.versions[key])
         factors = formed = Factors(name, parameter, [share], is_over=False)
-        wants_sum = name in self._skipped
-        if any(isinstance(reducer, WeightedSum) and reducer.forms(name) for reducer in self._reducers):
-            formed = factors.formed(want_sum=wants_sum)  # norms, and the sum, come with it
-        if wants_sum:
+        summing = [r for r in self._reducers if isinstance(r, WeightedSum)]
+        if name in self._skipped:
+            if any(reducer.forms(name) for reducer in summing):
+                formed = factors.formed(want_sum=True)  # norms and sum come with it
             summed = factors.norms_and_sum()[1]
             self._deliver([parameter], [summed if self._scale is None else summed / self._scale])
-        for reducer in self._reducers:
-            reducer.take(name, formed if isinstance(reducer, WeightedSum) and reducer.forms(name) else factors)
+        for reducer in summing:  # first: where they form gradients, norms come with it
+            reducer.take(name, formed if reducer.forms(name) else factors)
+        for other in self._reducers:
+            if not isinstance(other, WeightedSum):
+                other.take(name, factors)
         if not self._keep:
             if self._check:
                 self._sums[key] = sum(kind.sum() for kind in self.kinds[key])  # type: ignore[assignment]
