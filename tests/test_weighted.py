@@ -358,6 +358,19 @@ def test_nobody_who_listens_hears_a_second_backward(who):
         handle.remove()
 
 
+def test_what_counts_hooks_is_taken_away():
+    before = torch.Tensor.register_hook, torch.Tensor.retain_grad, "retain_grad" in vars(torch.Tensor)
+    with unsum.gradients(nn.Linear(2, 2), unsum.WeightedSum(clip)):
+        with unsum.edit(None, {}):
+            assert torch.Tensor.register_hook is not before[0]
+            x = torch.ones(2, requires_grad=True) * 2
+            x.retain_grad()
+            x.register_hook(lambda g: 2 * g)
+            x.sum().backward()
+            assert x.grad.tolist() == [2.0, 2.0]
+    assert before == (torch.Tensor.register_hook, torch.Tensor.retain_grad, "retain_grad" in vars(torch.Tensor))
+
+
 def test_edits_and_captures_beside_act_once():
     model, batch, loss, _ = truth_of("gpt")
     found = {}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -25,8 +23,8 @@ from unsum.graph.probe import state_set_aside
 from unsum.graph.saved import Saved
 from unsum.graph.sides import Sides
 from unsum.keeping import current_scale
-from unsum.plan.again import Again, is_possible
 from unsum.plan.arrived import Arrived
+from unsum.plan.clipping import Clipping
 from unsum.plan.forward import Forward
 from unsum.plan.intake import Intake, accumulate, is_listened
 from unsum.plan.learn import Setting, inside, learn, number_of_samples
@@ -92,8 +90,7 @@ class GradientsBlock:
         self._arrived = Arrived(self._setting.wanted, self._found.by_id)
         self._put_back: list[tuple[nn.Parameter, Tensor | None]] = []
         self._before: list[tuple[Any, Any]] = []  # reducers, and what they held before this backward
-        self._again: Again | None = None  # a second backward is to come, for these:
-        self._returning: list[tuple[WeightedSum, frozenset[str]]] = []
+        self._clipping = Clipping(options.reducers, self._setting.wanted, self._found.by_id)
         self._listened = hooks.listened()
         self._is_checked = self._is_new = False
         self._scale: Tensor | float | None = None
@@ -172,7 +169,7 @@ class GradientsBlock:
         for reducer, held in self._before:
             reducer.restore(held)
         self._before = []
-        self._leave_again()
+        self._clipping.leave()
         if self._is_new:
             self._found.drop(self._calls)
 
@@ -189,7 +186,7 @@ class GradientsBlock:
             if hasattr(reducer, "select"):
                 reducer.select(self._calls, self._forward.positions)
             reducer.begin(plan.n, again)
-        self._decide(call, nodes, plan)
+        self._clipping.begin(plan, nodes, call, self._is_unheard)
         skipped = self._skipped(call, plan)
         self._intake = Intake(
             plan, self._setting.wanted, self._found.by_id, options.reducers,
@@ -208,56 +205,15 @@ class GradientsBlock:
             for parameter, _ in self._put_back:
                 parameter.grad = None
         if not skipped:
-            return hooks.Wish(retain_graph=self._again is not None)
+            return hooks.Wish(retain_graph=self._clipping.returns)
         by_id = self._found.by_id
         only = [n.variable for n in nodes if is_leaf(n) and by_id.get(id(n.variable)) not in skipped]
-        return hooks.Wish(only, retain_graph=self._again is not None)
+        return hooks.Wish(only, retain_graph=self._clipping.returns)
 
-    def _decide(self, call: hooks.Backward, nodes: Sequence[Node], plan: Plan) -> None:
-        """What reducers whose weights come from the norms hold until these are known."""
-        clipping = [reducer for reducer in self._options.reducers if isinstance(reducer, WeightedSum) and reducer.clips]
-        if not clipping:
-            return
-        parameters = {name: self._setting.wanted[key] for key, name in self._found.by_id.items()}
-        again = functools.cache(lambda: self._may_return(call, nodes, plan, parameters))
-        decided = [(reducer, reducer.decide(plan.sizes, parameters, again)) for reducer in clipping]
-        self._returning = [(reducer, names) for reducer, names in decided if names]
-        for reducer in clipping:
-            log.info("unsum: WeightedSum holds %s", dict(Counter(reducer.chosen.values())))
-        if self._returning:
-            self._again = Again(plan, nodes, call)
-            self._again.attach()
-
-    def _may_return(
-        self, call: hooks.Backward, nodes: Sequence[Node], plan: Plan, parameters: Mapping[str, nn.Parameter]
-    ) -> frozenset[str]:
-        """The parameters whose sums a second backward could bring. Not where somebody would notice it: another block,
-        a hook on a tensor; and there is no need where the factors are kept anyway."""
-        if self._options.keep or list(hooks.here()) != [self] or hooks.listened() != self._listened:
-            return frozenset()
-        if not is_possible(plan, nodes):
-            return frozenset()
-        asked = {id(given) for given in call.inputs} or set(self._setting.wanted)
-        return frozenset(n for n in plan.sizes if id(p := parameters[n]) in asked and not p._backward_hooks)
-
-    def _return(self) -> None:
-        """The second backward, for each reducer that has asked for one."""
-        assert self._again is not None
-        by_name = {name: self._setting.wanted[key] for key, name in self._found.by_id.items()}
-        returning = [(reducer, names) for reducer, names in self._returning if reducer.weights is not None]
-        for k, (reducer, names) in enumerate(returning):
-            assert reducer.weights is not None
-            parameters = {name: by_name[name] for name in by_name if name in names}
-            sums = self._again.run(reducer.weights, parameters, last=k == len(returning) - 1)
-            for name, value in sums.items():
-                reducer.add(name, value if self._scale is None else value * self._scale)
-        self._leave_again()
-
-    def _leave_again(self) -> None:
-        if self._again is not None:
-            self._again.detach()
-        self._again, self._returning = None, []
-        self._saved.forget()
+    def _is_unheard(self) -> bool:
+        """Whether nobody would notice a second backward: no other block, no hook on a tensor of the user's. (And there
+        is a need for one: where factors are kept anyway, there is none.)"""
+        return not self._options.keep and list(hooks.here()) == [self] and hooks.listened() == self._listened
 
     def _skipped(self, call: hooks.Backward, plan: Plan) -> frozenset[str]:
         """The parameters whose gradient torch need not compute."""
@@ -381,8 +337,8 @@ class GradientsBlock:
             if self._is_checked:
                 self._arrived.check(intake.found)
             intake.finish()
-            if self._again is not None:
-                self._return()
+            self._clipping.finish(self._scale)
+            self._saved.forget()
         except BaseException:
             self._take_back()
             raise
