@@ -190,6 +190,23 @@ def test_products_of_a_linear_layer(n, t, i, o, dtype):
 # ---- which is used ------------------------------------------------------------------------------------
 
 
+@in_all
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 33, 70), (5, 64, 65), (2, 2, 4096)])
+def test_weighted_sum_and_scaled(shape, dtype):
+    each, w = made(*shape, dtype=dtype), made(shape[0]) * 1.001
+    exact = torch.tensordot(w.double(), each.double(), 1)
+    for way in ways("weighted_sum"):
+        total = way(each, w)
+        close(total, exact, torch.float32)  # whatever the gradients are in: weights and sums are not rounded
+        assert total.dtype == torch.float32
+    for way in ways("scaled"):
+        rows = way(each, w)
+        assert rows.dtype == dtype
+        torch.testing.assert_close(rows.float(), each.float() * w[:, None, None], rtol=1e-2, atol=1e-6)
+    rounded_once = twins.scaled(each, w)  # not weights first, then products
+    assert torch.equal(rounded_once, (each.float() * w[:, None, None]).to(dtype))
+
+
 @pytest.mark.parametrize("name", fused.KERNELS)
 def test_a_kernel_that_gives_something_else_is_not_used(name, monkeypatch):
     is_on = lambda: fused.is_on.__wrapped__(name, torch.device(DEVICE), torch.float32)

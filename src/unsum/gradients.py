@@ -25,6 +25,7 @@ from unsum.graph.saved import Saved
 from unsum.graph.sides import Sides
 from unsum.keeping import current_scale
 from unsum.plan.arrived import Arrived
+from unsum.plan.clipping import Clipping
 from unsum.plan.forward import Forward
 from unsum.plan.intake import Intake, accumulate, is_listened
 from unsum.plan.learn import Setting, inside, learn, number_of_samples
@@ -34,6 +35,7 @@ from unsum.plan.run import Run
 from unsum.plan.signature import signature
 from unsum.reducers import Norms, Reducer
 from unsum.sites import Names, unwrapped
+from unsum.weighted import WeightedSum
 
 log = logging.getLogger("unsum")
 
@@ -92,6 +94,8 @@ class GradientsBlock:
         self._arrived = Arrived(self._setting.wanted, self._found.by_id)
         self._put_back: list[tuple[nn.Parameter, Tensor | None]] = []
         self._before: list[tuple[Any, Any]] = []  # reducers, and what they held before this backward
+        self._clipping = Clipping(options.reducers, self._setting.wanted, self._found.by_id)
+        self._listened = hooks.listened()
         self._is_checked = self._is_new = False
         self._scale: Tensor | float | None = None
         self._unscale: Tensor | float | None = None
@@ -158,7 +162,7 @@ class GradientsBlock:
 
     # ---- backward -------------------------------------------------------------------------------------------------
 
-    def before_backward(self, call: hooks.Backward) -> Sequence[Tensor] | None:
+    def before_backward(self, call: hooks.Backward) -> hooks.Wish | None:
         self._adding.append(call.accumulates)
         self._backwards.append(None)
         if len(self._adding) > 1:
@@ -185,7 +189,7 @@ class GradientsBlock:
 
     def _begin_tapped(
         self, call: hooks.Backward, nodes: Sequence[Node], tapped: Tapped, calls: frozenset[int]
-    ) -> Sequence[Tensor] | None:
+    ) -> hooks.Wish | None:
         """A backward through a compiled call: what is wanted leaves through its taps."""
         assert self._tapping is not None
         self._tapped = tapped
@@ -202,24 +206,28 @@ class GradientsBlock:
         except BaseException:
             self._take_back()
             raise
-        return self._tapping.only(nodes, tapped) if call.accumulates and not call.inputs else None
+        return hooks.Wish(self._tapping.only(nodes, tapped)) if call.accumulates and not call.inputs else None
 
     def _take_back(self) -> None:
         """A backward has failed: as if it had not begun."""
         for reducer, held in self._before:
             reducer.restore(held)
         self._before = []
+        self._clipping.leave()
         if self._is_new:
             self._found.drop(self._calls)
 
-    def _begin(self, call: hooks.Backward, nodes: Sequence[Node], plan: Plan, again: bool) -> Sequence[Tensor] | None:
-        """Wait at the plan's nodes; say which leaves torch is to bring gradients to, if not to all."""
+    def _begin(self, call: hooks.Backward, nodes: Sequence[Node], plan: Plan, again: bool) -> hooks.Wish | None:
+        """Wait at the plan's nodes; say which leaves torch is to bring gradients to, if not to all, and whether there
+        will be a second backward."""
         options = self._options
         self._begin_reducers(plan.n, again)
+        self._clipping.begin(plan, nodes, call, self._is_unheard)
         skipped = self._skipped(call, plan)
         self._intake = Intake(
             plan, self._setting.wanted, self._found.by_id, options.reducers,
-            keep=options.keep, scale=self._scale, check=self._is_checked, skipped=skipped,
+            keep=options.keep, scale=self._scale, check=self._is_checked,
+            skipped=skipped if options.grad else frozenset(),
             only=None if not call.inputs else {id(given) for given in call.inputs if isinstance(given, Tensor)},
             deliver=self._deliver,
         )  # fmt: skip
@@ -233,8 +241,15 @@ class GradientsBlock:
             for parameter, _ in self._put_back:
                 parameter.grad = None
         if not skipped:
-            return None
-        return [n.variable for n in nodes if is_leaf(n) and self._found.by_id.get(id(n.variable)) not in skipped]
+            return hooks.Wish(retain_graph=self._clipping.returns)
+        by_id = self._found.by_id
+        only = [n.variable for n in nodes if is_leaf(n) and by_id.get(id(n.variable)) not in skipped]
+        return hooks.Wish(only, retain_graph=self._clipping.returns)
+
+    def _is_unheard(self) -> bool:
+        """Whether nobody would notice a second backward: no other block, no hook on a tensor of the user's. (And there
+        is a need for one: where factors are kept anyway, there is none.)"""
+        return not self._options.keep and list(hooks.here()) == [self] and hooks.listened() == self._listened
 
     def _begin_reducers(self, n: int, again: bool) -> None:
         options = self._options
@@ -255,7 +270,8 @@ class GradientsBlock:
         if not self._options.grad:
             skipped = plan.spare
         else:
-            skipped = plan.cheap if any(isinstance(r, Norms) for r in self._options.reducers) else frozenset()
+            takes = [isinstance(r, Norms) or (isinstance(r, WeightedSum) and r.clips) for r in self._options.reducers]
+            skipped = plan.cheap if any(takes) else frozenset()
         if not skipped:
             return skipped
         wanted = self._setting.wanted
@@ -378,6 +394,8 @@ class GradientsBlock:
             if self._is_checked:
                 self._arrived.check(intake.found)
             intake.finish()
+            self._clipping.finish(self._scale)
+            self._saved.forget()
         except BaseException:
             self._take_back()
             raise

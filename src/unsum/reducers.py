@@ -7,7 +7,7 @@ over; `left` names the parameters that nothing reached.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -112,6 +112,10 @@ class Norms(_Reducer):
         """The gradients of one parameter."""
         self.put(name, factors.sq_norms())
 
+    def wants_norms_alone(self, name: str) -> bool:
+        """Whether norms are all that is wanted of this parameter."""
+        return True
+
     def put(self, name: str, sq_norms: Tensor) -> None:
         """Squared norms that were had with something else."""
         self._by_parameter.setdefault(name, {})[self._now] = sq_norms
@@ -198,96 +202,6 @@ class TokenNorms(_Reducer):
     def norms(self) -> Tensor:
         """(n, t)."""
         return self.sq_norms().sqrt()
-
-
-class WeightedSum(_Reducer):
-    """Σ w_n G_n of every parameter. With a callable, the weights come from the norms (clipping), which are known only
-    after the backward: the factors are held until then.
-
-    Examples:
-        >>> import unsum
-        >>> model = torch.nn.Linear(3, 2, bias=False)
-        >>> with unsum.gradients(model, unsum.WeightedSum(torch.tensor([1.0, 0.5]))) as g:
-        ...     model(torch.ones(2, 3)).sum().backward()
-        >>> g[unsum.WeightedSum].sum()["weight"]
-        tensor([[1.5000, 1.5000, 1.5000],
-                [1.5000, 1.5000, 1.5000]])
-    """
-
-    def __init__(self, w: Tensor | Callable[[Tensor], Tensor]) -> None:
-        if not callable(w) and (not isinstance(w, Tensor) or w.dim() != 1):
-            raise OptionError("WeightedSum(w): weights of shape (n,), or a callable norms -> (n,)")
-        self._w = w
-        super().__init__()
-
-    @property
-    def _adds(self) -> bool:  # type: ignore[override]
-        return not callable(self._w)
-
-    def reset(self) -> None:
-        super().reset()
-        self._sums: dict[str, Tensor] = {}
-        self._held: dict[str, Factors] = {}
-
-    def begin(self, n: int, again: bool) -> None:
-        """A backward with n samples begins."""
-        super().begin(n, again)
-        late = any(min(self._calls[self._now]) < min(calls) for calls in self._calls)
-        if not callable(self._w) and late and not again:
-            raise SamplesError(
-                "WeightedSum(w): the weights are in the order of the forwards, and this backward comes after one of a "
-                "later forward.\n  call backward in the order of the forwards, or give a function of the norms"
-            )
-
-    def take(self, name: str, factors: Factors) -> None:
-        """The gradients of one parameter."""
-        if callable(self._w):
-            self._held[name] = factors
-            return
-        self.put(name, factors.weighted_sum(self.weights(sum(self._sizes[: self._now]), factors.n)))
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether the weights are known before the norms."""
-        return not callable(self._w)
-
-    def weights(self, first: int, n: int) -> Tensor:
-        """Of n samples, of which so many came before."""
-        assert isinstance(self._w, Tensor)
-        w = self._w[first : first + n]
-        if len(w) != n:
-            raise SamplesError(f"WeightedSum: {len(self._w)} weights for {first + n} samples or more")
-        return w
-
-    def latest(self) -> dict[str, Tensor]:
-        """{parameter: Σ w_n G_n} so far, whether there are more weights or not."""
-        return self._sums
-
-    def put(self, name: str, value: Tensor) -> None:
-        """Add to a parameter's sum."""
-        self._sums[name] = self._sums[name] + value if name in self._sums else value
-
-    def end(self, left: Sequence[str]) -> None:
-        """The backward is over: if the weights come from the norms, here they are."""
-        if not callable(self._w) or not self._held:
-            return
-        squares = torch.stack([factors.sq_norms() for factors in self._held.values()]).sum(0)
-        w = self._w(squares.sqrt())
-        if not isinstance(w, Tensor) or w.shape != squares.shape:
-            what = f"a tensor of shape {tuple(w.shape)}" if isinstance(w, Tensor) else repr(w)
-            raise OptionError(
-                f"WeightedSum: the function of the norms gave {what}, not weights of shape ({len(squares)},)"
-            )
-        for name, factors in self._held.items():
-            self.put(name, factors.weighted_sum(w))
-        self._held.clear()
-
-    def sum(self) -> dict[str, Tensor]:
-        """{parameter: Σ w_n G_n}."""
-        self._check()
-        if isinstance(self._w, Tensor) and len(self._w) != sum(self._sizes):
-            raise SamplesError(f"WeightedSum: {len(self._w)} weights for {sum(self._sizes)} samples")
-        return self._sums
 
 
 class SecondMoment(_Reducer):

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from unsum.errors import SamplesError
 from unsum.factors.factors import Factors, kept_numbers, projection, sides
-from unsum.reducers import Norms, Project, Reducer, TokenNorms, WeightedSum
+from unsum.reducers import Norms, Project, Reducer, TokenNorms
+from unsum.weighted import WeightedSum
 
 Shape = tuple[int, ...]
 
@@ -235,7 +236,7 @@ class _SumForm:
         return [tuple(p.shape) for p in self._parameters.values()]
 
     def given(self, first: int, n: int, device: torch.device) -> list[Tensor]:
-        return [self._to.weights(first, n).to(device)]
+        return [self._to.given(first, n).to(device)]
 
     def size(self, taps: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
         return inputs[0].shape[0]
@@ -249,7 +250,7 @@ class _SumForm:
 
     def receive(self, values: Sequence[Tensor], scale: Tensor | float | None) -> None:
         for name, value in zip(self._parameters, values, strict=True):
-            self._to.put(name, value if scale is None else value * scale)
+            self._to.add(name, value if scale is None else value * scale)
 
 
 _FORMS: dict[type, Callable[..., Form]] = {Norms: _NormsForm, TokenNorms: _TokensForm, Project: _ProjectForm}
@@ -258,6 +259,6 @@ _FORMS: dict[type, Callable[..., Form]] = {Norms: _NormsForm, TokenNorms: _Token
 def form(reducer: Reducer, parameters: Mapping[str, nn.Parameter]) -> Form | None:
     """The form of a reducer; None if it has none."""
     if type(reducer) is WeightedSum:
-        return _SumForm(reducer, parameters) if reducer.is_fixed else None
+        return _SumForm(reducer, parameters) if not reducer.clips else None
     make = _FORMS.get(type(reducer))
     return None if make is None else make(reducer, parameters)

@@ -161,6 +161,7 @@ class _Session:
             streamed=frozenset(),
             modules={},
             cut=(),
+            layouts=(),
             nobodys=(),
             expected=pattern.expected,
         )

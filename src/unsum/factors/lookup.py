@@ -52,7 +52,7 @@ class Lookup:
 
     def weighted_sum(self, w: Tensor) -> Tensor:
         """Σ w_n G_n."""
-        return self._added(self.delta * w.to(self.delta)[:, None, None])
+        return self._added(fused.scaled(self.delta, w))
 
     def _added(self, delta: Tensor) -> Tensor:
         total = torch.zeros(self.shape, dtype=self._wide(), device=delta.device)
@@ -65,6 +65,9 @@ class Lookup:
     def norms_and_sum(self) -> tuple[Tensor, Tensor]:
         """Both; nothing is saved here."""
         return self.sq_norms(), self.sum()
+
+    def norms_and_each(self, *, want_sum: bool) -> None:
+        """No gradient is formed."""
 
     def token_sq_norms(self) -> Tensor:
         """(n, t): |δ|² of each position."""

@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from unsum.factors.dense import Dense
 from unsum.kernels import fused, product
 from unsum.kernels.product import Way, wide
 from unsum.kernels.traced import is_traced
@@ -58,18 +59,20 @@ class Outer:
 
     def sum(self) -> Tensor:
         """The sum over samples: one product, as torch does it."""
-        return self._placed(self._product(self.delta))
+        return self._placed(self._product(self.delta, self.a))
 
     def weighted_sum(self, w: Tensor) -> Tensor:
-        """Σ w_n G_n: one product."""
-        factor = w.to(self.delta).repeat_interleave(self.groups)
-        return self._placed(self._product(self.delta * factor[:, None, None]))
+        """Σ w_n G_n: one product. The smaller of the two factors takes the weights."""
+        w = w.repeat_interleave(self.groups) if self.groups > 1 else w
+        if self.a.shape[-1] < self.delta.shape[-1]:
+            return self._placed(self._product(self.delta, fused.scaled(self.a, w)))
+        return self._placed(self._product(fused.scaled(self.delta, w), self.a))
 
-    def _product(self, delta: Tensor) -> Tensor:
+    def _product(self, delta: Tensor, a: Tensor) -> Tensor:
         if self.groups == 1:
-            return delta.flatten(0, 1).T @ self.a.flatten(0, 1)
+            return delta.flatten(0, 1).T @ a.flatten(0, 1)
         apart = lambda x: x.unflatten(0, (self.n, self.groups)).transpose(0, 1).flatten(1, 2)
-        return torch.bmm(apart(delta).mT, apart(self.a))
+        return torch.bmm(apart(delta).mT, apart(a))
 
     def way(self, *, want_sum: bool) -> Way:
         """The cheapest way to the norms."""
@@ -90,6 +93,23 @@ class Outer:
         return sq, placed if placed.shape == self.shape else placed.reshape(
             self.shape
         )  # no view: `.grad` takes it as is
+
+    @property
+    def positions(self) -> int:
+        """Of one sample."""
+        return self.a.shape[1]
+
+    def forms(self) -> bool:
+        """Whether the cheapest way to norms and a sum forms every gradient."""
+        return self.groups == 1 and self.way(want_sum=True) == "product"
+
+    def norms_and_each(self, *, want_sum: bool) -> tuple[Tensor, Tensor | None, Dense] | None:
+        """Norms, the sum if it is wanted, and the gradients that are formed for them; None where none are."""
+        if not self.forms():
+            return None
+        rows, columns = (self.a, self.delta) if self.turned else (self.delta, self.a)
+        sq, total, each = product.norms_and_each(columns, rows, want_sum=want_sum)
+        return sq, None if total is None else total.reshape(self.shape), Dense(each.reshape(self.n, *self.shape))
 
     def token_sq_norms(self) -> Tensor:
         """(n, t): |δ|²·|a|² of each position."""

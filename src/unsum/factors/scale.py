@@ -95,6 +95,10 @@ class Scale:
         """Both."""
         return self.formed().norms_and_sum()
 
+    def norms_and_each(self, *, want_sum: bool) -> tuple[Tensor, Tensor | None, Dense]:
+        """Norms, the sum if it is wanted, and the gradients."""
+        return self.formed().norms_and_each(want_sum=want_sum)
+
     def times(self, factor: Tensor | float) -> Scale:
         """Every gradient multiplied by the same number."""
         return replace(self, delta=self.delta * factor, summed=None, token_squares=None)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from unsum.factors.dense import Dense
 from unsum.factors.outer import Outer
 from unsum.kernels import costs, fused, product, windows
 from unsum.kernels.product import Way, wide
@@ -106,8 +107,9 @@ class Windows:
         return self.outer().sum()
 
     def weighted_sum(self, w: Tensor) -> Tensor:
-        """Σ w_n G_n."""
-        return replace(self, delta=self.delta * w.to(self.delta).view(-1, *(1 for _ in self.delta.shape[1:]))).sum()
+        """Σ w_n G_n. The smaller of the two factors takes the weights."""
+        name = "x" if self.x.numel() < self.delta.numel() else "delta"
+        return replace(self, **{name: fused.scaled(getattr(self, name), w)}).sum()  # type: ignore[arg-type]
 
     def sq_norms(self) -> Tensor:
         """(n,)."""
@@ -158,14 +160,31 @@ class Windows:
             x, delta, geometry = images
             if x.dtype in (torch.bfloat16, torch.float16) and fused.serves("products", x, delta):
                 sq, total, _ = fused.products(x, delta, *geometry, False)
-                return sq, self._placed(total)
+                return sq, self._from_rows(total)
         sq, summed = product.norms_and_sum(*self.rows(), want_sum=want_sum)
-        return sq, None if summed is None else self._placed(summed)
+        return sq, None if summed is None else self._from_rows(summed)
 
-    def _placed(self, total: Tensor) -> Tensor:
-        """(o, kernel·channels) in the weight's shape."""
-        o, channels = self.shape[:2]
-        return total.view(o, *self.geometry.kernel, channels).movedim(-1, 1)
+    @property
+    def positions(self) -> int:
+        """Of one sample."""
+        return self.delta.shape[1] * prod(self.delta.shape[3:])
+
+    def forms(self) -> bool:
+        """Whether the cheapest way to norms and a sum forms every gradient."""
+        return self.way(want_sum=True) == "product" and (self._is_for_the_gpu() or self._is_for_the_processor())
+
+    def norms_and_each(self, *, want_sum: bool) -> tuple[Tensor, Tensor | None, Dense] | None:
+        """Norms, the sum if it is wanted, and the gradients that are formed for them; None where none are."""
+        if not self.forms():
+            return None
+        if self._is_for_the_processor():
+            return Dense(torch.stack(list(self._one_by_one()))).norms_and_each(want_sum=want_sum)
+        sq, total, each = product.norms_and_each(*self.rows(), want_sum=want_sum)
+        return sq, None if total is None else self._from_rows(total), Dense(self._from_rows(each))
+
+    def _from_rows(self, matrix: Tensor) -> Tensor:
+        """(…, o, kernel·channels) in the parameter's own shape, without moving a number."""
+        return matrix.unflatten(-1, (*self.geometry.kernel, self.shape[1])).movedim(-1, -1 - len(self.geometry.kernel))
 
     def _reduced(self, *, want_sum: bool) -> tuple[Tensor, Tensor | None]:
         if self._is_for_the_gpu():

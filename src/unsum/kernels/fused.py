@@ -22,6 +22,7 @@ from unsum.kernels import twins
 from unsum.kernels.traced import is_traced
 
 Make = Callable[..., Tensor]
+SMALL = 1 << 18  # numbers, below which starting a kernel takes longer than what it does
 WINDOWS = "Tensor x, Tensor delta, SymInt[] kernel, SymInt[] stride, SymInt[] padding, SymInt[] dilation"
 
 
@@ -198,3 +199,15 @@ products.__doc__ = """(n,) squared norms, the sum over samples (o, taps·channel
 
 gram_sq_norms = _offer("gram_sq_norms", f"({WINDOWS}) -> Tensor", _image, lies_evenly)
 gram_sq_norms.__doc__ = "(n,) squared norms by pairs of places; arguments as `products` has them."
+
+weighted_sum = _offer(
+    "weighted_sum", "(Tensor each, Tensor w) -> Tensor", lambda make: (make(3, 70, 33), make(3).float()),
+    lambda each, w: each.is_contiguous() and (each.dtype != twins.wide(each.dtype) or each.numel() >= SMALL),
+)  # fmt: skip
+weighted_sum.__doc__ = "(…): Σ w_n each_n of (n, …) and (n,), in float32 at least: the weights are not rounded."
+
+scaled = _offer(
+    "scaled", "(Tensor x, Tensor w) -> Tensor", lambda make: (make(3, 70, 33), make(3).float()),
+    lambda x, w: x.is_contiguous(),
+)  # fmt: skip
+scaled.__doc__ = "x (n, …) with the n-th part multiplied by w_n, rounded once."

@@ -135,6 +135,24 @@ def _one_by_one(a: Tensor, delta: Tensor, *, want_sum: bool) -> tuple[Tensor, Te
     return torch.stack(squares).square(), total
 
 
+def norms_and_each(a: Tensor, delta: Tensor, *, want_sum: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The squared norms (n,), the sum over samples (o, i) if it is wanted, and the gradients themselves (n, o, i)."""
+    (n, _, i), o = a.shape, delta.shape[-1]
+    some = _at_once(n, o * i) if a.device.type == "cpu" else n
+    if some == n:
+        each = torch.bmm(delta.mT, a)
+        return (*(fused.norms_and_sum(each) if want_sum else (squares(each), None)), each)
+    each = a.new_empty(n, o, i)
+    found, total = [], torch.zeros(o, i, dtype=wide(a.dtype), device=a.device) if want_sum else None
+    for first in range(0, n, some):  # what is in the processor's cache is read there
+        part = slice(first, first + some)
+        torch.bmm(delta[part].mT, a[part], out=each[part])
+        found.append(squares(each[part]))
+        if total is not None:
+            total.add_(each[part].sum(0, dtype=total.dtype) if some > 1 else each[first])
+    return torch.cat(found), total, each
+
+
 def dots(a: Tensor, delta: Tensor, other_a: Tensor, other_delta: Tensor) -> Tensor:
     """(n, m): ⟨δ_nᵀa_n, δ_mᵀa_m⟩. Forms the gradients or not, whichever takes fewer operations."""
     (n, t, i), o, (m, s, _) = a.shape, delta.shape[-1], other_a.shape

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from unsum.kernels import windows
+from unsum.kernels.traced import is_traced
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -93,3 +94,23 @@ def gram_sq_norms(
     left, right = torch.bmm(a, a.mT.conj()), torch.bmm(delta, delta.mT.conj())
     dtype = wide(a.dtype)
     return torch.linalg.vecdot(right.flatten(1).to(dtype).conj(), left.flatten(1).to(dtype)).real
+
+
+def weighted_sum(each: Tensor, w: Tensor) -> Tensor:
+    """In low precision sample by sample, so that no wide copy of all is made."""
+    dtype = wide(each.dtype)
+    if each.dtype == dtype or is_traced(each):
+        return torch.tensordot(w.to(each.device, dtype), each.to(dtype), 1)
+    total = torch.zeros(each.shape[1:], dtype=dtype, device=each.device)
+    for values, weight in zip(each, w.to(total), strict=True):
+        total.addcmul_(values.to(dtype), weight)
+    return total
+
+
+def scaled(x: Tensor, w: Tensor) -> Tensor:
+    """Rounded once."""
+    dtype = wide(x.dtype)
+    each = w.to(x.device, dtype).view(-1, *(1 for _ in x.shape[1:]))
+    if x.dtype == dtype:
+        return x * each
+    return (x * each).to(x.dtype) if is_traced(x) else torch.mul(x, each, out=torch.empty_like(x))
