@@ -327,7 +327,7 @@ def test_convolutions_in_half_precision_unfold_nothing(dims, way, monkeypatch):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_kernels_inside_compiled_graphs(backend):
-    """Each is one operator of the graph, for any number of samples."""
+    """One graph for any number of samples; of those that a compiler makes as well itself, the twin is in it."""
 
     def all_of(each, x, mean):
         found = [*fused.norms_and_sum(each), *fused.scale_and_shift(each, x, mean, mean)]
@@ -345,7 +345,7 @@ def test_kernels_inside_compiled_graphs(backend):
             torch.testing.assert_close(ours, wanted)
     assert graphs.frame_count == 1
     names = {str(node.target).split(".")[1] for node in graphs.graphs[0].graph.nodes if "unsum." in str(node.target)}
-    assert names == {"norms_and_sum", "scale_and_shift", "channel_sums", "token_sq_norms", "products"}
+    assert names == {"norms_and_sum", "products"}
 
 
 @pytest.mark.parametrize("name", fused.KERNELS)

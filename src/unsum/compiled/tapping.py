@@ -23,6 +23,7 @@ from unsum.compiled.pattern import Pattern, Untappable, leaf_of, made, pattern
 from unsum.compiled.trace import NotYet, Trace, tracing
 from unsum.errors import UnsupportedError
 from unsum.graph.nodes import Edge, Node, edge_of, is_leaf, ordered, place
+from unsum.kernels import fused
 from unsum.kernels.product import wide
 from unsum.nested import leaves
 from unsum.plan.forward import Forward, Look
@@ -228,6 +229,8 @@ class Tapping:
         frozen = frozenset() if self._grad else frozenset(id(p) for p in self._model.parameters())
         trace = Trace(patterns, self._forms, self._wanted, frozen, len(taps))
         self._forward.unwatch()
+        for given_in in {parameter.dtype for parameter in self._wanted.values()}:
+            fused.make_ready(first.device, given_in)
         try:
             with hooks.aside(), tracing(trace):
                 output, held = record.run(inner, [*taps, *given], args, kwargs)

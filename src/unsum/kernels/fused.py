@@ -13,7 +13,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,12 +36,27 @@ class Kernel:
 
 
 KERNELS: dict[str, Kernel] = {}
+_LAUNCHED: list[str] = []  # those that a compiler launches itself
+_ready: set[tuple[str, torch.device, torch.dtype]] = set()  # of these, the ones that were tried
+
+
+def make_ready(device: torch.device, dtype: torch.dtype) -> None:
+    """Try the kernels that a compiler may launch itself: it cannot be done while it writes down."""
+    if device.type == "cuda" and dtype in _DTYPES:
+        _ready.update((name, device, dtype) for name in _LAUNCHED if is_on(name, device, dtype))
 
 
 def _offer(
-    name: str, schema: str, example: Callable[[Make], tuple[Any, ...]], fits: Callable[..., bool] = lambda *_: True
+    name: str,
+    schema: str,
+    example: Callable[[Make], tuple[Any, ...]],
+    fits: Callable[..., bool] = lambda *_: True,
+    *,
+    compiled: Literal["operator", "kernel", "twin"] = "operator",
 ) -> Callable[..., Any]:
-    """A function that runs the kernel, or its twin where there is none; in a graph that is traced, the operator."""
+    """A function that runs the kernel, or its twin where there is none. In a graph that is compiled: an operator that
+    does so; the kernel itself, launched as the compiler's own are; or the twin, where the compiler makes as good a
+    kernel of it."""
     twin = getattr(twins, name)
     KERNELS[name] = Kernel(twin, example, fits)
 
@@ -56,7 +71,14 @@ def _offer(
     operator.register_fake(twin)
 
     def call(*given: Any) -> Any:
-        return operator(*given) if is_traced(given[0]) else chosen(*given)
+        if not is_traced(given[0]):
+            return chosen(*given)
+        if compiled == "kernel" and serves(name, *given) and (name, given[0].device, given[0].dtype) in _ready:
+            return getattr(_kernels(), name)(*given)
+        return twin(*given) if compiled == "twin" else operator(*given)
+
+    if compiled == "kernel":
+        _LAUNCHED.append(name)
 
     call.__name__ = call.__qualname__ = name
     return call
@@ -154,31 +176,33 @@ def _image(make: Make) -> tuple[Any, ...]:
     return make(3, 6, 5, 128), make(3, 3, 3, 130), [3, 3], [2, 2], [1, 1], [1, 1]
 
 
-norms_and_sum = _offer("norms_and_sum", "(Tensor each) -> (Tensor, Tensor)", lambda make: (make(3, 70, 33),), _is_dense)
+norms_and_sum = _offer(
+    "norms_and_sum", "(Tensor each) -> (Tensor, Tensor)", lambda make: (make(3, 70, 33),), _is_dense, compiled="kernel"
+)
 norms_and_sum.__doc__ = "(n,) squared norms and the sum over samples, from gradients (n, …) in one pass."
 
 scale_and_shift = _offer(
     "scale_and_shift", "(Tensor delta, Tensor x, Tensor mean, Tensor rstd) -> (Tensor, Tensor)",
-    lambda make: _norm(make, 3, 70, 33),
+    lambda make: _norm(make, 3, 70, 33), compiled="twin",
 )  # fmt: skip
 scale_and_shift.__doc__ = "(n, d) twice: Σ_t δ·(x - mean)·rstd and Σ_t δ, of δ and x (n, t, d), mean and rstd (n, t)."
 
 channel_sums = _offer(
     "channel_sums", "(Tensor delta, Tensor x, Tensor mean, Tensor variance, float eps) -> (Tensor, Tensor)",
-    lambda make: (make(3, 70, 33), make(3, 70, 33), make(33), make(33).abs(), 0.1),
+    lambda make: (make(3, 70, 33), make(3, 70, 33), make(33), make(33).abs(), 0.1), compiled="twin",
 )  # fmt: skip
 channel_sums.__doc__ = """(n, d) twice: Σ_t δ·(x - mean)/√(variance + eps) and Σ_t δ, of δ and x (n, t, d) with any
 strides, mean and variance (d,)."""
 
 token_sq_norms = _offer(
     "token_sq_norms", "(Tensor a, Tensor delta) -> (Tensor, Tensor)", lambda make: (make(70, 33), make(70, 600)),
-    _has_rows,
+    _has_rows, compiled="twin",
 )  # fmt: skip
 token_sq_norms.__doc__ = "(rows,) twice: |a|²·|δ|² and |δ|², of a (rows, i) and δ (rows, o)."
 
 normalised_token_sq_norms = _offer(
     "normalised_token_sq_norms", "(Tensor delta, Tensor x, Tensor mean, Tensor rstd) -> (Tensor, Tensor)",
-    lambda make: _norm(make, 70, 600), _has_rows,
+    lambda make: _norm(make, 70, 600), _has_rows, compiled="twin",
 )  # fmt: skip
 normalised_token_sq_norms.__doc__ = """(rows,) twice: Σ_d (δ·(x - mean)·rstd)² and Σ_d δ², of δ and x (rows, d),
 mean and rstd (rows,)."""
@@ -203,11 +227,12 @@ gram_sq_norms.__doc__ = "(n,) squared norms by pairs of places; arguments as `pr
 weighted_sum = _offer(
     "weighted_sum", "(Tensor each, Tensor w) -> Tensor", lambda make: (make(3, 70, 33), make(3).float()),
     lambda each, w: each.is_contiguous() and (each.dtype != twins.wide(each.dtype) or each.numel() >= SMALL),
+    compiled="twin",
 )  # fmt: skip
 weighted_sum.__doc__ = "(…): Σ w_n each_n of (n, …) and (n,), in float32 at least: the weights are not rounded."
 
 scaled = _offer(
     "scaled", "(Tensor x, Tensor w) -> Tensor", lambda make: (make(3, 70, 33), make(3).float()),
-    lambda x, w: x.is_contiguous(),
+    lambda x, w: x.is_contiguous(), compiled="twin",
 )  # fmt: skip
 scaled.__doc__ = "x (n, …) with the n-th part multiplied by w_n, rounded once."

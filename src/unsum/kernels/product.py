@@ -22,6 +22,7 @@ Way = Literal["product", "gram", "rank one"]
 
 TILE = {"cpu": 1 << 25, "cuda": 1 << 27}  # elements of one tile of per-sample gradients
 ONE_PLACE = ([1, 1], [1, 1], [0, 0], [1, 1])  # kernel, stride, padding, dilation of a linear layer seen as windows
+FEW = {"cuda": 1 << 34}  # products of numbers, up to which starting kernels is what takes time in compiled code
 ALIGNED = 128  # rows of a tile: others take slow kernels on a GPU
 
 
@@ -35,6 +36,8 @@ def choose(a: Tensor, delta: Tensor, *, want_sum: bool) -> Way:
     (_, t, i), o = a.shape, delta.shape[-1]
     if t == 1:
         return "rank one"
+    if want_sum and is_traced(a) and hint(a.shape[0] * t) * i * o < FEW.get(a.device.type, 0):
+        return "product"  # fewer kernels
     return costs.cheaper(hint(t), i, o, a.device.type, want_sum=want_sum)
 
 

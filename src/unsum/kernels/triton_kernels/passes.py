@@ -3,10 +3,14 @@
 # mypy: ignore-errors
 from __future__ import annotations
 
+from math import prod
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from unsum.kernels.traced import hint, is_traced
 
 WIDTH = 1024  # numbers of a gradient that one program sums over all samples
 WIDE = 2048  # numbers that one program weighs
@@ -30,11 +34,12 @@ def _norms_and_sum(each, total, squares, n, size, some: tl.constexpr, width: tl.
 
 def norms_and_sum(each: Tensor) -> tuple[Tensor, Tensor]:
     """(n,) squared norms and the sum over samples, from (n, …)."""
-    n, size = each.shape[0], each[0].numel()
-    blocks, some = triton.cdiv(size, WIDTH), min(SOME, triton.next_power_of_2(n))
+    n, size = each.shape[0], prod(each.shape[1:])
+    blocks, some = triton.cdiv(size, WIDTH), min(SOME, triton.next_power_of_2(hint(n)))
     total = torch.empty(each.shape[1:], dtype=each.dtype, device=each.device)
     squares = torch.empty((blocks, n), dtype=torch.float32, device=each.device)
-    _norms_and_sum[(blocks,)](each, total, squares, n, size, some=some, width=WIDTH, num_warps=4)
+    kernel = torch.library.wrap_triton(_norms_and_sum) if is_traced(each) else _norms_and_sum
+    kernel[(blocks,)](each, total, squares, n, size, some=some, width=WIDTH, num_warps=4)
     return squares.sum(0), total
 
 
