@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from unsum.errors import OptionError, SamplesError, UnsupportedError
 from unsum.gathered import Gradients
 from unsum.graph.cut import losses_of
 from unsum.graph.layout import Layout
-from unsum.graph.nodes import Edge, Node, is_leaf, ordered, place
+from unsum.graph.nodes import Edge, Node, ordered, place
 from unsum.graph.probe import state_set_aside
 from unsum.graph.saved import Saved
 from unsum.graph.sides import Sides
@@ -30,7 +30,7 @@ from unsum.plan.learn import Setting, inside, learn, number_of_samples
 from unsum.plan.memory import recall, remember
 from unsum.plan.plan import Plan
 from unsum.plan.run import Run
-from unsum.plan.signature import signature
+from unsum.plan.signature import Survey, survey
 from unsum.reducers import Norms, Reducer
 from unsum.sites import Names
 
@@ -147,18 +147,21 @@ class GradientsBlock:
         self._arrived.clear()
         if call.create_graph:
             raise UnsupportedError("create_graph=True: the gradients of a second backward are not those of .grad")
-        nodes = ordered([node for root in call.roots if (node := place(root)[0]) is not None])
-        known, calls = self._forward.find(nodes)
-        if not known and not any(is_leaf(node) and id(node.variable) in self._setting.wanted for node in nodes):
+        seen = survey(_roots(call), self._found.by_id)
+        known, calls = self._forward.find(seen.nodes)
+        if not known and not any(id(leaf) in self._setting.wanted for leaf in seen.leaves):
             return None  # of another model
-        plan = self._recall(call, nodes, known, calls)
+        plan, nodes = self._recall(call, seen, known, calls)
         self._calls, again = self._found.group(self._calls, plan.n)
         self._is_new = not again
         try:
-            return self._begin(call, nodes, plan, again)
+            skipped = self._begin(call, nodes, plan, again)
         except BaseException:
             self._take_back()
             raise
+        if not skipped:
+            return None
+        return [leaf for leaf in seen.leaves if self._found.by_id.get(id(leaf)) not in skipped]
 
     def _take_back(self) -> None:
         """A backward has failed: as if it had not begun."""
@@ -168,8 +171,8 @@ class GradientsBlock:
         if self._is_new:
             self._found.drop(self._calls)
 
-    def _begin(self, call: hooks.Backward, nodes: Sequence[Node], plan: Plan, again: bool) -> Sequence[Tensor] | None:
-        """Wait at the plan's nodes; say which leaves torch is to bring gradients to, if not to all."""
+    def _begin(self, call: hooks.Backward, nodes: Sequence[Node], plan: Plan, again: bool) -> frozenset[str]:
+        """Wait at the plan's nodes; say which parameters torch need not bring gradients to."""
         options = self._options
         loss_scale = None if options.scaler is None else current_scale(options.scaler)
         scale = None if loss_scale is None else 1 / loss_scale
@@ -196,9 +199,7 @@ class GradientsBlock:
             self._put_back = [(p, p.grad) for p in self._names.parameters.values()]
             for parameter, _ in self._put_back:
                 parameter.grad = None
-        if not skipped:
-            return None
-        return [n.variable for n in nodes if is_leaf(n) and self._found.by_id.get(id(n.variable)) not in skipped]
+        return skipped
 
     def _skipped(self, call: hooks.Backward, plan: Plan) -> frozenset[str]:
         """The parameters whose gradient torch need not compute."""
@@ -218,9 +219,9 @@ class GradientsBlock:
             accumulate(parameters, values)
 
     def _recall(
-        self, call: hooks.Backward, nodes: Sequence[Node], known: Mapping[Edge, Layout], calls: frozenset[int]
-    ) -> Plan:
-        """The plan of this graph: remembered, or learnt."""
+        self, call: hooks.Backward, seen: Survey, known: Mapping[Edge, Layout], calls: frozenset[int]
+    ) -> tuple[Plan, Sequence[Node]]:
+        """The plan of this graph, remembered or learnt, and the nodes in its order."""
         self._calls = calls
         if not known and len(self._forward.sizes) == 1:  # no output can be cut: losses, one for each sample
             known = losses_of(call.roots, *self._forward.sizes)
@@ -234,14 +235,13 @@ class GradientsBlock:
         self._is_checked = not self._setting.rules
         key: Hashable = None
         if self._setting.rules:
-            at = {node: k for k, node in enumerate(nodes)}
-            cut = tuple((at[node], output, layout) for (node, output), layout in known.items())
-            roots = tuple((at.get(place(root)[0]), place(root)[1]) for root in call.roots)
-            key = (signature(nodes, self._found.by_id), cut, roots, self._setting.exact)
-            plan = recall(self._model, key, nodes)
-            if plan is not None:
+            cut = tuple((seen.at[node], output, layout) for (node, output), layout in known.items())
+            roots = tuple((seen.at.get(node), output) for node, output in map(place, call.roots))
+            key = (seen.signature, cut, roots, self._setting.exact)
+            recalled = recall(self._model, key, seen.nodes)
+            if recalled is not None:
                 self._forward.learnt(lasting=not self._saved.is_needed)
-                return plan
+                return recalled
         self._is_checked = True
         self._sides.is_blind = not self._forward.watched
         if self._sides.is_blind:
@@ -250,11 +250,12 @@ class GradientsBlock:
             )
         ids = self._options.samples.ids
         count = number_of_samples if ids is None else lambda _: len(ids)
+        nodes = ordered(_roots(call))
         with self._learn():
             plan = learn(call.roots, call.grads, nodes, known, self._setting, count)
         lasting = key is not None and plan.lasting and not self._sides.is_blind
         if lasting:
-            remember(self._model, key, plan)
+            remember(self._model, key, replace(plan, order=tuple(seen.at[node] for node in nodes)))
         self._forward.learnt(lasting=lasting and not self._saved.is_needed)
         log.info(
             "unsum: learnt a graph of %d nodes: %d meetings, %d by rule; %s",
@@ -263,7 +264,7 @@ class GradientsBlock:
             sum(map(len, plan.routes.values())),
             "remembered" if plan.lasting else "to be learnt each time",
         )
-        return plan
+        return plan, nodes
 
     @contextlib.contextmanager
     def _learn(self) -> Iterator[None]:
@@ -286,7 +287,7 @@ class GradientsBlock:
             return
         waiting = outer.hidden.get(torch._C._current_autograd_node())  # type: ignore[attr-defined]
         if waiting:
-            nodes = ordered([node for root in call.roots if (node := place(root)[0]) is not None])
+            nodes = ordered(_roots(call))
             with self._learn():
                 plan = inside(call.roots, nodes, waiting.pop(0), self._intake.n, self._setting)
             self._start(plan, nodes)
@@ -326,6 +327,11 @@ class GradientsBlock:
             raise
         self._before = []
         self._found.take_in(intake, self._calls, self._scale, self._unscale)
+
+
+def _roots(call: hooks.Backward) -> list[Node]:
+    """The nodes from which a backward starts."""
+    return [node for node, _ in map(place, call.roots) if node is not None]
 
 
 def _refuse(names: Names) -> None:

@@ -76,6 +76,7 @@ class Plan:
     indices: tuple[Indices, ...] = ()  # if these are the same
     moves: Moves | None = None  # rows that other batches send elsewhere
     tried: set[Meeting] = field(default_factory=set)  # the first of each team, once it was compared with itself alone
+    order: tuple[int, ...] = ()  # which of the nodes of a survey is at each place
 
     def fitted(self, nodes: Sequence[Node]) -> Plan | None:
         """The plan for a graph of this signature; None if owners went by other indices then."""
