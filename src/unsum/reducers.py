@@ -106,31 +106,48 @@ class Norms(_Reducer):
 
     def reset(self) -> None:
         super().reset()
-        self._by_parameter: dict[str, dict[int, Tensor]] = {}
+        self._squares: dict[int, list[tuple[Sequence[str], Tensor]]] = {}  # of each group, as they came
 
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
-        self.put(name, factors.sq_norms())
+        self.put([name], factors.sq_norms()[None])
 
-    def put(self, name: str, sq_norms: Tensor) -> None:
-        """Squared norms that were had with something else."""
-        self._by_parameter.setdefault(name, {})[self._now] = sq_norms
+    def put(self, names: Sequence[str], squares: Tensor) -> None:
+        """Squared norms that were had with something else: (parameters, n), or (parameters, parts, n) of which the
+        parts are still to be added up. Nothing is computed until they are read."""
+        self._squares.setdefault(self._now, []).append((names, squares))
 
     def by_parameter(self) -> dict[str, Tensor]:
         """{name: (n,)}: squared norms of each parameter's part."""
         self._check()
-        return {name: self._in_order(parts) for name, parts in self._by_parameter.items()}
+        found: dict[str, dict[int, Tensor]] = {}
+        for group, came in self._squares.items():
+            for names, squares in came:
+                for name, own in zip(names, _added_up(squares).unbind(), strict=True):
+                    found.setdefault(name, {})[group] = own
+        return {name: self._in_order(parts) for name, parts in found.items()}
 
     def sq_norms(self) -> Tensor:
         """(n,): squared norms over all parameters."""
-        parts = list(self.by_parameter().values())
-        if not parts:
+        self._check()
+        if not self._squares:
             return torch.zeros(sum(self._sizes))
-        return torch.stack([part.to(parts[0].device) for part in parts]).sum(0)
+        device = next(iter(self._squares.values()))[0][1].device
+        return self._in_order(
+            {
+                group: torch.cat([squares.to(device).flatten(0, -2) for _, squares in came]).sum(0)
+                for group, came in self._squares.items()
+            }
+        )
 
     def norms(self) -> Tensor:
         """(n,): over all parameters."""
         return self.sq_norms().sqrt()
+
+
+def _added_up(squares: Tensor) -> Tensor:
+    """(parameters, n)."""
+    return squares if squares.dim() == 2 else squares.sum(1)
 
 
 class TokenNorms(_Reducer):

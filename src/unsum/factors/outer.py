@@ -80,9 +80,10 @@ class Outer:
         way = self.way(want_sum=True)
         if way != "product" or self.groups > 1:
             return self._by_sample(product.sq_norms(self.a, self.delta, way)), self.sum()
-        sq, total = product.norms_and_sum(self.a, self.delta, want_sum=True)
+        rows, columns = (self.a, self.delta) if self.turned else (self.delta, self.a)
+        sq, total = product.norms_and_sum(columns, rows, want_sum=True)  # in the parameter's own order: to be its .grad
         assert total is not None
-        return sq, (total.T if self.turned else total).reshape(self.shape)
+        return sq, total if total.shape == self.shape else total.reshape(self.shape)
 
     def token_sq_norms(self) -> Tensor:
         """(n, t): |δ|²·|a|² of each position."""
@@ -97,6 +98,10 @@ class Outer:
         mine, theirs = ([(k.a[g :: k.groups], k.delta[g :: k.groups]) for g in range(k.groups)] for k in (self, other))
         found = [product.dots(*one, *two) for one, two in zip(mine, theirs, strict=True)]
         return torch.stack(found).sum(0)
+
+    def of(self, shape: tuple[int, ...], dtype: torch.dtype, *, turned: bool) -> Outer:
+        """The same for a parameter of this shape, of which the matrix is a cast, or the transpose."""
+        return Outer(self.a, self.delta, shape, self.turned != turned, self.groups, self.lengths, dtype)
 
     def times(self, factor: Tensor | float) -> Outer:
         """Every gradient multiplied by the same number."""

@@ -37,6 +37,8 @@ class Scale:
     @cached_property
     def _values(self) -> Tensor:
         wanted, shape = wide(self.dtype or self.delta.dtype), (self.n, *self.shape)
+        if self.over is None and self.delta.shape[2:] == self.shape:  # nothing else was broadcast, most often
+            return self._each().sum(1, dtype=wanted) if self.summed is None else self.summed().to(wanted)
         if self.summed is not None:
             return self.summed().to(wanted).sum_to_size(self._broadcast()).reshape(shape)
         each = self._each()

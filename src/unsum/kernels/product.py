@@ -9,6 +9,7 @@ Three ways to the norms, each exact:
 
 from __future__ import annotations
 
+from functools import cache
 from math import prod
 from typing import Literal
 
@@ -23,6 +24,7 @@ TILE = {"cpu": 1 << 25, "cuda": 1 << 27}  # elements of one tile of per-sample g
 ALIGNED = 128  # rows of a tile: others take slow kernels on a GPU
 
 
+@cache
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What sums are kept in: float32 at least."""
     return torch.promote_types(dtype, torch.float32)

@@ -12,7 +12,7 @@ from unsum.errors import SamplesError
 from unsum.factors.factors import Factors, Share
 from unsum.factors.total import Kind
 from unsum.graph.nodes import Node
-from unsum.plan.plan import Meeting, Plan
+from unsum.plan.plan import Meeting, Plan, Route
 from unsum.plan.pool import Pool
 from unsum.plan.together import Together
 from unsum.plan.unchanged import Held, refuse_changed, versions
@@ -39,7 +39,7 @@ class Intake:
         self.n = plan.n
         self.kinds: dict[int, list[Kind]] = {}  # by the id of the parameter
         self.nobodys: dict[int, Tensor] = {}
-        self.meetings: dict[int, dict[Meeting, None]] = {}
+        self.meetings: dict[int, Mapping[Meeting, None]] = {}
         self._unknown: dict[str, None] = {}
         self._plan, self._wanted, self._names = plan, wanted, names
         self._reducers, self._keep, self._scale, self._check = reducers, keep, scale, check
@@ -48,7 +48,8 @@ class Intake:
         self.versions: dict[int, Held] = {}  # of the tensors that are held, as they came
         self._pool: Pool | None = None
         if len(reducers) == 1 and isinstance(norms := reducers[0], Norms) and not keep and not check:
-            self._pool = Pool(lambda name, sq: norms.put(name, self._scaled(sq)), deliver)
+            self._pool = Pool(lambda names, sq: norms.put(names, self._scaled(sq)), deliver)
+        self._alone = self._find_alone()
         self._together: Together | None = None
         self._came: dict[int, int] = {}
         self._done: set[int] = set()
@@ -61,10 +62,12 @@ class Intake:
         norms = self._reducers[0]
         assert isinstance(norms, Norms)
 
-        def put(name: str, meeting: Meeting, sq: Tensor) -> None:
-            self._done.add(keys[name])
-            self.meetings[keys[name]] = {meeting: None}
-            norms.put(name, self._scaled(sq))
+        def put(routes: Sequence[Route], sq: Tensor) -> None:
+            names = [str(route.parameter) for route in routes]
+            met = {keys[name]: route.met for name, route in zip(names, routes, strict=True)}
+            self._done |= met.keys()
+            self.meetings |= met
+            norms.put(names, self._scaled(sq))
 
         parameters = {name: self._wanted[key] for name, key in keys.items()}
         self._together = Together(plan, nodes, parameters, self._skipped, put, self._deliver)
@@ -78,14 +81,14 @@ class Intake:
     def meet(self, parameter: Tensor, meetings: Mapping[Meeting, None], kind: Kind) -> None:
         """The samples' gradients of a parameter, from these meetings."""
         key = id(parameter)
-        if key not in self._names or (self._only is not None and key not in self._only):
-            return
-        if self._is_alone(key):
+        if key in self._alone:
             self._norms_of(key, meetings, kind)
+            return
+        if key not in self._names or (self._only is not None and key not in self._only):
             return
         self.kinds.setdefault(key, []).append(kind)
         self.versions.setdefault(key, []).extend(versions(kind))
-        self.meetings.setdefault(key, {}).update(meetings)
+        self.meetings[key] = {**self.meetings.get(key, {}), **meetings}
         self._came[key] = self._came.get(key, 0) + 1
         name = self._names[key]
         if name not in self._plan.late and self._came[key] == self._plan.expected.get(name):
@@ -129,17 +132,20 @@ class Intake:
         parts += [self.nobodys[key]] if key in self.nobodys else []
         return sum(parts[1:], parts[0]) if parts else None
 
-    def _is_alone(self, key: int) -> bool:
-        """Whether norms are all that is wanted of a parameter, and its factors come once."""
-        name = self._names[key]
-        return self._pool is not None and self._plan.expected.get(name) == 1 and name not in self._plan.late
+    def _find_alone(self) -> frozenset[int]:
+        """The parameters of which norms are all that is wanted, and whose factors come once."""
+        if self._pool is None:
+            return frozenset()
+        alone = self._plan.alone
+        wanted = [key for key, name in self._names.items() if name in alone]
+        return frozenset(key for key in wanted if self._only is None or key in self._only)
 
     def _norms_of(self, key: int, meetings: Mapping[Meeting, None], kind: Kind) -> None:
         """The short way: nothing is held."""
         name, parameter, norms = self._names[key], self._wanted[key], self._reducers[0]
         assert self._pool is not None and isinstance(norms, Norms)
         self._done.add(key)
-        self.meetings[key] = dict(meetings)
+        self.meetings[key] = meetings
         wants_sum = name in self._skipped
         if self._pool.add(name, parameter, kind, wants_sum=wants_sum):
             return
@@ -148,7 +154,7 @@ class Intake:
             self._deliver([parameter], [summed])
         else:
             sq = kind.sq_norms()
-        norms.put(name, self._scaled(sq))
+        norms.put((name,), self._scaled(sq)[None])
 
     def _scaled(self, sq_norms: Tensor) -> Tensor:
         return sq_norms if self._scale is None else sq_norms * self._scale**2
@@ -164,7 +170,7 @@ class Intake:
             if isinstance(reducer, Norms) and name in self._skipped and summed is None:
                 sq, summed = factors.norms_and_sum()
                 summed = summed if self._scale is None else summed / self._scale
-                reducer.put(name, sq)
+                reducer.put((name,), sq[None])
             else:
                 reducer.take(name, factors)
         if name in self._skipped and summed is not None:

@@ -48,7 +48,8 @@ def survey(roots: Iterable[Node], names: Mapping[int, str]) -> Survey:
         read = _readers.get(kind)
         if read is None:
             read = _readers[kind] = _reader(node)
-        found += (kind, read(node))
+        found.append(kind)
+        found.append(read(node))
         for child, output in node.next_functions:
             if child not in at:
                 at[child] = len(nodes)
