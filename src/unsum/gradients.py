@@ -94,7 +94,7 @@ class GradientsBlock:
         self._calls: frozenset[int] = frozenset()
         self._named = {module: name for name, module in reversed(self._names.modules.items())}
         self._blocks = hooks.open_block(self)
-        self._watchers = hooks.on_calls(self)
+        self._unwatch = hooks.on_calls(self, self._named)
         self._forward.open()
         return self._found
 
@@ -103,7 +103,7 @@ class GradientsBlock:
     ) -> None:
         self._forward.close()
         hooks.close_block(self, self._blocks)
-        hooks.off_calls(self, self._watchers)
+        self._unwatch()
         self._open = False
 
     def mark(self, tensor: Tensor) -> None:
