@@ -104,6 +104,7 @@ class GradientsBlock:
         self._forward.close()
         hooks.close_block(self, self._blocks)
         self._unwatch()
+        del self._unwatch  # which knows this object
         self._open = False
 
     def mark(self, tensor: Tensor) -> None:

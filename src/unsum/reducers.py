@@ -15,6 +15,7 @@ from torch import Tensor
 
 from unsum.errors import OptionError, SamplesError
 from unsum.factors.factors import Factors
+from unsum.kernels.product import row_norms
 
 
 @runtime_checkable
@@ -110,11 +111,11 @@ class Norms(_Reducer):
 
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
-        self.put([name], factors.sq_norms()[None])
+        self.put((name,), factors.sq_norms())
 
     def put(self, names: Sequence[str], squares: Tensor) -> None:
-        """Squared norms that were had with something else: (parameters, n), or (parameters, parts, n) of which the
-        parts are still to be added up. Nothing is computed until they are read."""
+        """Squared norms that were had with something else: (parameters, n), (n,) of one, or (parameters, parts, n) of
+        which the parts are still to be added up. Nothing is computed until they are read."""
         self._squares.setdefault(self._now, []).append((names, squares))
 
     def by_parameter(self) -> dict[str, Tensor]:
@@ -123,7 +124,9 @@ class Norms(_Reducer):
         found: dict[str, dict[int, Tensor]] = {}
         for group, came in self._squares.items():
             for names, squares in came:
-                for name, own in zip(names, _added_up(squares).unbind(), strict=True):
+                whole = squares.view(len(names), -1, squares.shape[-1])
+                each = whole[:, 0] if whole.shape[1] == 1 else whole.sum(1)
+                for name, own in zip(names, each.unbind(), strict=True):
                     found.setdefault(name, {})[group] = own
         return {name: self._in_order(parts) for name, parts in found.items()}
 
@@ -135,7 +138,7 @@ class Norms(_Reducer):
         device = next(iter(self._squares.values()))[0][1].device
         return self._in_order(
             {
-                group: torch.cat([squares.to(device).flatten(0, -2) for _, squares in came]).sum(0)
+                group: torch.cat([each.to(device).view(-1, each.shape[-1]) for _, each in came]).sum(0)
                 for group, came in self._squares.items()
             }
         )
@@ -143,11 +146,6 @@ class Norms(_Reducer):
     def norms(self) -> Tensor:
         """(n,): over all parameters."""
         return self.sq_norms().sqrt()
-
-
-def _added_up(squares: Tensor) -> Tensor:
-    """(parameters, n)."""
-    return squares if squares.dim() == 2 else squares.sum(1)
 
 
 class TokenNorms(_Reducer):
@@ -169,26 +167,32 @@ class TokenNorms(_Reducer):
     def reset(self) -> None:
         super().reset()
         self._squares: dict[int, Tensor] = {}
-        self._new: dict[int, tuple[Tensor, list[str]]] = {}  # of this backward, by the number of positions
+        self._new: dict[int, dict[str, tuple[Tensor, ...]]] = {}  # of this backward, by the number of positions
+        self._last: tuple[Tensor, Tensor] | None = None
 
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
         try:
-            squares = factors.token_sq_norms()
+            norms = factors.token_norms(self._norms)
         except SamplesError:
             self.left_out.append(name)
             return
-        known = self._new.get(squares.shape[1])
-        self._new[squares.shape[1]] = (squares, [name]) if known is None else (known[0] + squares, [*known[1], name])
+        self._new.setdefault(norms[0].shape[1], {})[name] = norms
+
+    def _norms(self, values: Tensor) -> Tensor:
+        """(n, t): a weight and its bias meet the same δ, one after the other."""
+        if self._last is None or self._last[0] is not values:
+            self._last = values, row_norms(values)
+        return self._last[1]
 
     def end(self, left: Sequence[str]) -> None:
         """The backward is over. Where the input does not tell its positions, those that most parameters have are it."""
-        counts = {t: len(names) for t, (_, names) in self._new.items()}
+        counts = {t: len(found) for t, found in self._new.items()}
         wanted = self._given or self._positions or max(counts, key=lambda t: (counts[t], t), default=0)
-        self.left_out += [name for t, (_, names) in self._new.items() if t != wanted for name in names]
+        self.left_out += [name for t, found in self._new.items() if t != wanted for name in found]
         if wanted in self._new:
-            self._squares[self._now] = self._new[wanted][0]
-        self._new = {}
+            self._squares[self._now] = _squared(list(self._new[wanted].values()))
+        self._new, self._last = {}, None
 
     def sq_norms(self) -> Tensor:
         """(n, t)."""
@@ -202,6 +206,18 @@ class TokenNorms(_Reducer):
     def norms(self) -> Tensor:
         """(n, t)."""
         return self.sq_norms().sqrt()
+
+
+def _squared(norms: Sequence[tuple[Tensor, ...]]) -> Tensor:
+    """(n, t): the sum of the squares of norms that are given as one or two factors each; in a few calls for all."""
+    parts = []
+    for count in (1, 2):
+        some = [
+            torch.stack(factors) for factors in zip(*[given for given in norms if len(given) == count], strict=True)
+        ]
+        if some:
+            parts.append((some[0] if count == 1 else some[0] * some[1]).square().sum(0))
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
 class WeightedSum(_Reducer):

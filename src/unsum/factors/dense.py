@@ -35,7 +35,7 @@ class Dense:
     def tokens(self) -> None:
         """There are no positions."""
 
-    def token_sq_norms(self) -> None:
+    def token_norms(self, norms: object = None) -> None:
         """There are no positions."""
 
     def sum(self) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +17,9 @@ from unsum.factors import total
 from unsum.factors.outer import Outer
 from unsum.factors.total import Kind
 from unsum.factors.windows import Windows
-from unsum.kernels.product import rows, wide
+from unsum.kernels.product import RowNorms, row_norms, rows, wide
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -78,7 +81,7 @@ class Factors:
     def per_sample(self) -> Tensor:
         """(n, *shape): one gradient for each sample."""
         parts = [s.times(total.dense(s.kinds)) if s.kinds else self._zeros(s.n, *self.shape) for s in self._shares]
-        return torch.cat([part.to(self.dtype) for part in parts]) if parts else self._zeros(0, *self.shape)
+        return _joined([part.to(self.dtype) for part in parts]) if parts else self._zeros(0, *self.shape)
 
     def shared(self) -> Tensor:
         """What belongs to no sample (a penalty on the weights): zeros, most often."""
@@ -107,7 +110,7 @@ class Factors:
     def sq_norms(self) -> Tensor:
         """(n,): the squared norm of each sample's gradient."""
         parts = [s.times(total.sq_norms(s.kinds), 2) if s.kinds else self._zeros(s.n) for s in self._shares]
-        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else self._zeros(0)
+        return _joined(parts) if parts else self._zeros(0)
 
     def norms_and_sum(self) -> tuple[Tensor, Tensor]:
         """(n,) and the sum over samples, from one product where that is cheaper."""
@@ -148,7 +151,7 @@ class Factors:
         for share in self._shares:
             each = [kind.project(left, right).to(self.dtype) for kind in share.kinds]
             parts.append(share.times(sum(each[1:], each[0])) if each else self._zeros(share.n, k, k))
-        return torch.cat(parts).flatten(1).to(self.dtype)
+        return _joined(parts).flatten(1)
 
     def per_token(self) -> Tensor:
         """(n, t, *shape): the part of each position; padded with zeros where samples have unequal numbers."""
@@ -156,7 +159,14 @@ class Factors:
 
     def token_sq_norms(self) -> Tensor:
         """(n, t): the squared norm of each position's part."""
-        return torch.cat(_padded([share.times(self._known(kind.token_sq_norms()), 2) for share, kind in self._alone()]))
+        squares = [share.times(_product(self._known(kind.token_norms())).square(), 2) for share, kind in self._alone()]
+        return _joined(_padded(squares))
+
+    def token_norms(self, norms: RowNorms = row_norms) -> tuple[Tensor, ...]:
+        """(n, t) each: factors of the norm of each position's part, still to be multiplied; of one backward."""
+        ((share, kind),) = self._alone()
+        first, *others = self._known(kind.token_norms(norms))
+        return share.times(first), *others
 
     @property
     def a(self) -> Tensor:
@@ -175,11 +185,11 @@ class Factors:
         """(n,): how many positions each sample has."""
         found = []
         for share, kind in self._alone():
-            lengths, t = getattr(kind, "lengths", None), self._known(kind.token_sq_norms()).shape[1]
+            lengths, t = getattr(kind, "lengths", None), self._known(kind.token_norms())[0].shape[1]
             found.append(torch.full((share.n,), t) if lengths is None else lengths.cpu())
         return torch.cat(found)
 
-    def _known(self, positions: Tensor | None) -> Tensor:
+    def _known(self, positions: T | None) -> T:
         if positions is None:
             raise SamplesError(f"{self.name} has no positions: its gradients were formed as a whole")
         return positions
@@ -228,6 +238,15 @@ def _padded(tensors: list[Tensor]) -> list[Tensor]:
         t if t.shape[1] == longest else torch.cat([t, t.new_zeros(len(t), longest - t.shape[1], *t.shape[2:])], 1)
         for t in tensors
     ]
+
+
+def _product(parts: tuple[Tensor, ...]) -> Tensor:
+    return parts[0] if len(parts) == 1 else parts[0] * parts[1]
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Samples after each other."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _short(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unsum.factors.outer import Outer
-from unsum.kernels.product import wide
+from unsum.kernels.product import RowNorms, row_norms, wide
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,9 +73,9 @@ class Lookup:
         """Both; nothing is saved here."""
         return self.sq_norms(), self.sum()
 
-    def token_sq_norms(self) -> Tensor:
-        """(n, t): |δ|² of each position."""
-        return torch.linalg.vector_norm(self.delta, dim=-1, dtype=self._wide()).square()
+    def token_norms(self, norms: RowNorms = row_norms) -> tuple[Tensor, ...]:
+        """(n, t): |δ| of each position."""
+        return (norms(self.delta),)
 
     def dot(self, other: Lookup) -> Tensor:
         """(n, m): through the pairs of positions that share a row."""

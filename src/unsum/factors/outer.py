@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unsum.kernels import product
-from unsum.kernels.product import Way, wide
+from unsum.kernels.product import RowNorms, Way, row_norms, wide
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,11 +85,13 @@ class Outer:
         assert total is not None
         return sq, total if total.shape == self.shape else total.reshape(self.shape)
 
-    def token_sq_norms(self) -> Tensor:
-        """(n, t): |δ|²·|a|² of each position."""
-        square = lambda x: torch.linalg.vector_norm(x, dim=-1, dtype=wide(x.dtype)).square()
-        each = square(self.a) * square(self.delta)
-        return each if self.groups == 1 else each.unflatten(0, (self.n, self.groups)).sum(1)
+    def token_norms(self, norms: RowNorms = row_norms) -> tuple[Tensor, ...]:
+        """(n, t) each: |δ| and |a|, of which the product is the norm of each position's part."""
+        parts = norms(self.delta), norms(self.a)
+        if self.groups == 1:
+            return parts
+        each = (parts[0] * parts[1]).unflatten(0, (self.n, self.groups))
+        return (torch.linalg.vector_norm(each, dim=1),)
 
     def dot(self, other: Outer) -> Tensor:
         """(n, m): never forms a gradient where that is more work than n·m·t·s·(o + i)."""

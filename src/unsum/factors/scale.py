@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unsum.factors.dense import Dense
-from unsum.kernels.product import wide
+from unsum.kernels.product import RowNorms, row_norms, wide
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,10 +34,15 @@ class Scale:
         """How many numbers are held for one sample."""
         return self.delta.numel() // max(self.n, 1) * (1 if self.x is None else 2)
 
+    @property
+    def _is_whole(self) -> bool:
+        """Whether features are the parameter as it is, as most often: nothing was broadcast but to positions."""
+        return self.over is None and self.delta.shape[2:] == self.shape
+
     @cached_property
     def _values(self) -> Tensor:
         wanted, shape = wide(self.dtype or self.delta.dtype), (self.n, *self.shape)
-        if self.over is None and self.delta.shape[2:] == self.shape:  # nothing else was broadcast, most often
+        if self._is_whole:
             return self._each().sum(1, dtype=wanted) if self.summed is None else self.summed().to(wanted)
         if self.summed is not None:
             return self.summed().to(wanted).sum_to_size(self._broadcast()).reshape(shape)
@@ -70,13 +75,10 @@ class Scale:
         whole = each.flatten(0, 1).sum_to_size((n * t, *rest)).reshape(n, t, *self.shape)
         return whole.to(wide(self.dtype or self.delta.dtype))
 
-    def token_sq_norms(self) -> Tensor:
-        """(n, t)."""
-        wanted = wide(self.dtype or self.delta.dtype)
-        summed_over = self._broadcast()[1:] != tuple(self.delta.shape[2:])
-        each = self.tokens() if summed_over else self._each()
-        flat = each.reshape(*each.shape[:2], prod(each.shape[2:]))
-        return torch.linalg.vector_norm(flat, dim=2, dtype=wanted).square()
+    def token_norms(self, norms: RowNorms = row_norms) -> tuple[Tensor, ...]:
+        """(n, t): of each position's part."""
+        each = self._each() if self._is_whole or self._broadcast()[1:] == self.delta.shape[2:] else self.tokens()
+        return (norms(each if each.dim() == 3 else each.reshape(*each.shape[:2], prod(each.shape[2:]))),)
 
     def sum(self) -> Tensor:
         """The sum over samples."""

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from unsum.factors.outer import Outer
 from unsum.kernels import costs, product
-from unsum.kernels.product import Way, wide
+from unsum.kernels.product import RowNorms, Way, row_norms, wide
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ class Windows:
         """(n, places, *shape)."""
         return self.outer().tokens()
 
-    def token_sq_norms(self) -> Tensor:
-        """(n, places)."""
-        return self.outer().token_sq_norms()
+    def token_norms(self, norms: RowNorms = row_norms) -> tuple[Tensor, ...]:
+        """(n, places) each: their product is the norm of each place's part."""
+        return self.outer().token_norms(norms)
 
     def sum(self) -> Tensor:
         """The sum over samples."""

@@ -44,7 +44,12 @@ def scale_and_shift_twin(delta: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
+    return _widened(tensor.dtype)
+
+
+@functools.cache
+def _widened(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def serves(*tensors: Tensor) -> bool:

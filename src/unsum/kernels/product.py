@@ -9,6 +9,7 @@ Three ways to the norms, each exact:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from math import prod
 from typing import Literal
@@ -19,6 +20,7 @@ from torch import Tensor
 from unsum.kernels import costs, fused
 
 Way = Literal["product", "gram", "rank one"]
+RowNorms = Callable[[Tensor], Tensor]  # what `row_norms` is
 
 TILE = {"cpu": 1 << 25, "cuda": 1 << 27}  # elements of one tile of per-sample gradients
 ALIGNED = 128  # rows of a tile: others take slow kernels on a GPU
@@ -49,6 +51,11 @@ def squares(values: Tensor) -> Tensor:
     if flat.is_complex():
         flat = torch.view_as_real(flat).flatten(1)
     return torch.linalg.vector_norm(flat, dim=1, dtype=wide(flat.dtype)).square()
+
+
+def row_norms(values: Tensor) -> Tensor:
+    """(n, t) from (n, t, features), accumulated in float32 at least."""
+    return torch.linalg.vector_norm(values, dim=-1, dtype=wide(values.dtype))
 
 
 def sq_norms(a: Tensor, delta: Tensor, way: Way | None = None) -> Tensor:

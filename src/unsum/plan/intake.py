@@ -82,7 +82,12 @@ class Intake:
         """The samples' gradients of a parameter, from these meetings."""
         key = id(parameter)
         if key in self._alone:
-            self._norms_of(key, meetings, kind)
+            self._done.add(key)
+            self.meetings[key] = meetings
+            if self._pool is not None:
+                self._norms_of(key, kind, self._pool)
+            else:
+                self._hand_over(key, [kind])
             return
         if key not in self._names or (self._only is not None and key not in self._only):
             return
@@ -133,52 +138,53 @@ class Intake:
         return sum(parts[1:], parts[0]) if parts else None
 
     def _find_alone(self) -> frozenset[int]:
-        """The parameters of which norms are all that is wanted, and whose factors come once."""
-        if self._pool is None:
+        """The parameters whose factors come once, and are not held."""
+        if self._keep or self._check:
             return frozenset()
         alone = self._plan.alone
         wanted = [key for key, name in self._names.items() if name in alone]
         return frozenset(key for key in wanted if self._only is None or key in self._only)
 
-    def _norms_of(self, key: int, meetings: Mapping[Meeting, None], kind: Kind) -> None:
-        """The short way: nothing is held."""
+    def _norms_of(self, key: int, kind: Kind, pool: Pool) -> None:
+        """Norms are all that is wanted."""
         name, parameter, norms = self._names[key], self._wanted[key], self._reducers[0]
-        assert self._pool is not None and isinstance(norms, Norms)
-        self._done.add(key)
-        self.meetings[key] = meetings
+        assert isinstance(norms, Norms)
         wants_sum = name in self._skipped
-        if self._pool.add(name, parameter, kind, wants_sum=wants_sum):
+        if pool.add(name, parameter, kind, wants_sum=wants_sum):
             return
         if wants_sum:
             sq, summed = kind.norms_and_sum()
             self._deliver([parameter], [summed])
         else:
             sq = kind.sq_norms()
-        norms.put((name,), self._scaled(sq)[None])
+        norms.put((name,), self._scaled(sq))
 
     def _scaled(self, sq_norms: Tensor) -> Tensor:
         return sq_norms if self._scale is None else sq_norms * self._scale**2
 
     def _complete(self, key: int) -> None:
         self._done.add(key)
-        name, parameter = self._names[key], self._wanted[key]
-        share = Share(self.n, self.kinds[key], self._scale)
-        refuse_changed(name, self.versions[key])
-        summed: Tensor | None = None
-        factors = Factors(name, parameter, [share], is_over=False)
-        for reducer in self._reducers:
-            if isinstance(reducer, Norms) and name in self._skipped and summed is None:
-                sq, summed = factors.norms_and_sum()
-                summed = summed if self._scale is None else summed / self._scale
-                reducer.put((name,), sq[None])
-            else:
-                reducer.take(name, factors)
-        if name in self._skipped and summed is not None:
-            self._deliver([parameter], [summed])
+        refuse_changed(self._names[key], self.versions[key])
+        self._hand_over(key, self.kinds[key])
         if not self._keep:
             if self._check:
                 self._sums[key] = sum(kind.sum() for kind in self.kinds[key])  # type: ignore[assignment]
             del self.kinds[key]
+
+    def _hand_over(self, key: int, kinds: list[Kind]) -> None:
+        """All factors of a parameter, to the reducers."""
+        name, parameter = self._names[key], self._wanted[key]
+        summed: Tensor | None = None
+        factors = Factors(name, parameter, [Share(self.n, kinds, self._scale)], is_over=False)
+        for reducer in self._reducers:
+            if isinstance(reducer, Norms) and name in self._skipped and summed is None:
+                sq, summed = factors.norms_and_sum()
+                summed = summed if self._scale is None else summed / self._scale
+                reducer.put((name,), sq)
+            else:
+                reducer.take(name, factors)
+        if name in self._skipped and summed is not None:
+            self._deliver([parameter], [summed])
 
 
 def is_listened(parameter: nn.Parameter) -> bool:

@@ -37,7 +37,7 @@ def survey(roots: Iterable[Node], names: Mapping[int, str]) -> Survey:
     at: dict[Node | None, Any] = {node: k for k, node in enumerate(nodes)}
     at[None] = None
     leaves: list[Tensor] = []
-    found: list[Hashable] = []
+    found: list[Any] = []
     for node in nodes:  # which grows meanwhile
         kind = type(node)
         if kind is Leaf:

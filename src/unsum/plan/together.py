@@ -157,13 +157,11 @@ class Together:
             if route.meeting not in self._plan.tried:
                 self._try(route, self._stack(team, places[-1:], tensors[-1:]), sq[-1])
             self._put(own, sq)
-            if sums is not None:
-                given = sums.unbind()
-                if not all(wanted):
-                    parameters, given = (
-                        [each for each, w in zip(all_, wanted, strict=True) if w] for all_ in (parameters, given)
-                    )
-                self._deliver(parameters, given)
+            if sums is not None and all(wanted):
+                self._deliver(parameters, sums.unbind())
+            elif sums is not None:
+                given = [(p, s) for p, s, w in zip(parameters, sums.unbind(), wanted, strict=True) if w]
+                self._deliver([p for p, _ in given], [s for _, s in given])
 
     def _stack(self, team: Team, places: Sequence[int], tensors: Sequence[tuple[Tensor, ...]]) -> Call:
         """These meetings as one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache
+from typing import Any
 
 from torch import Tensor
 
@@ -16,11 +17,12 @@ Held = list[tuple[Tensor, int]]  # tensors, and which version of them
 
 def versions(kind: Kind) -> Held:
     """Of the tensors that factors refer to."""
-    return versions_of(*[getattr(kind, name) for name in _tensors(type(kind))])
+    cls: Any = type(kind)
+    return versions_of(*[getattr(kind, name) for name in _tensors(cls)])
 
 
 @cache
-def _tensors(kind: type) -> tuple[str, ...]:
+def _tensors(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind) if field.name in ("a", "x", "ids", "delta"))
 
 
