@@ -114,8 +114,8 @@ class Norms(_Reducer):
         self.put((name,), factors.sq_norms())
 
     def put(self, names: Sequence[str], squares: Tensor) -> None:
-        """Squared norms that were had with something else: (parameters, n), (n,) of one, or (parameters, parts, n) of
-        which the parts are still to be added up. Nothing is computed until they are read."""
+        """Squared norms that were had with something else: (parameters, n), or (parameters, parts, n) of which the
+        parts are still to be added up; of one, also (n,) and (parts, n). Nothing is computed until they are read."""
         self._squares.setdefault(self._now, []).append((names, squares))
 
     def by_parameter(self) -> dict[str, Tensor]:

@@ -75,13 +75,14 @@ class Outer:
         """(n,): by the cheapest way for the shape."""
         return self._by_sample(product.sq_norms(self.a, self.delta))
 
-    def norms_and_sum(self) -> tuple[Tensor, Tensor]:
-        """Norms, and the sum from the same product where that is the cheapest way."""
+    def norms_and_sum(self, *, in_parts: bool = False) -> tuple[Tensor, Tensor]:
+        """Norms, and the sum from the same product where that is the cheapest way. `in_parts`: squared norms may be
+        (parts, n), still to be added up."""
         way = self.way(want_sum=True)
         if way != "product" or self.groups > 1:
             return self._by_sample(product.sq_norms(self.a, self.delta, way)), self.sum()
         rows, columns = (self.a, self.delta) if self.turned else (self.delta, self.a)
-        sq, total = product.norms_and_sum(columns, rows, want_sum=True)  # in the parameter's own order: to be its .grad
+        sq, total = product.norms_and_sum(columns, rows, want_sum=True, in_parts=in_parts)  # ordered as .grad is
         assert total is not None
         return sq, total if total.shape == self.shape else total.reshape(self.shape)
 

@@ -74,8 +74,9 @@ def gram(a: Tensor, delta: Tensor, other_a: Tensor, other_delta: Tensor) -> Tens
     return torch.linalg.vecdot(right.flatten(1).to(wide(a.dtype)).conj(), left.flatten(1).to(wide(a.dtype))).real
 
 
-def norms_and_sum(a: Tensor, delta: Tensor, *, want_sum: bool) -> tuple[Tensor, Tensor | None]:
-    """The squared norms (n,) and, from the same product, the sum over samples (o, i)."""
+def norms_and_sum(a: Tensor, delta: Tensor, *, want_sum: bool, in_parts: bool = False) -> tuple[Tensor, Tensor | None]:
+    """The squared norms (n,) and, from the same product, the sum over samples (o, i). `in_parts`: squared norms may be
+    (parts, n), still to be added up."""
     (n, _, i), o = a.shape, delta.shape[-1]
     if a.device.type == "cpu" and (some := _at_once(n, o * i)) < n:
         return (
@@ -85,7 +86,9 @@ def norms_and_sum(a: Tensor, delta: Tensor, *, want_sum: bool) -> tuple[Tensor, 
     rows = o if n * o * i <= tile else max(ALIGNED, tile // max(n * i, 1) // ALIGNED * ALIGNED)
     if rows >= o:
         each = torch.bmm(delta.mT, a)
-        return fused.norms_and_sum(each) if want_sum else (squares(each), None)
+        if not want_sum:
+            return squares(each), None
+        return fused.parts_and_sum(each) if in_parts else fused.norms_and_sum(each)
     sq = torch.zeros(n, dtype=wide(a.dtype), device=a.device)
     total = torch.empty(o, i, dtype=a.dtype, device=a.device) if want_sum else None
     for first in range(0, o, rows):

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unsum.kernels.launch import launch
+
 BLOCK = 2048  # numbers of a gradient that one program sums over all samples
 ROWS = 64  # positions that one program sums
 
@@ -29,17 +31,24 @@ def _norms_and_sum(each, total, squares, n, size, block_size: tl.constexpr):
 
 def norms_and_sum(each: Tensor) -> tuple[Tensor, Tensor]:
     """(n,) squared norms and the sum over samples, from (n, …)."""
-    n, size = each.shape[0], each[0].numel()
-    blocks = triton.cdiv(size, BLOCK)
+    squares, total = parts_and_sum(each)
+    return squares.sum(0), total
+
+
+def parts_and_sum(each: Tensor) -> tuple[Tensor, Tensor]:
+    """(parts, n) squared norms, still to be added up, and the sum over samples, from (n, …)."""
+    n = each.shape[0]
+    size = each.numel() // n
+    blocks = -(-size // BLOCK)
     total = torch.empty(each.shape[1:], dtype=each.dtype, device=each.device)
     squares = torch.empty((blocks, n), dtype=torch.float32, device=each.device)
-    _norms_and_sum[(blocks,)](each, total, squares, n, size, block_size=BLOCK, num_warps=8)
-    return squares.sum(0), total
+    launch(_norms_and_sum, (blocks, 1, 1), (each, total, squares), (n, size), {"block_size": BLOCK}, 8)
+    return squares, total
 
 
 @triton.jit
 def _scale_and_shift(
-    delta, x, mean, rstd, scale, shift, t, d, parts, rows: tl.constexpr, width: tl.constexpr
+    delta, x, mean, rstd, sums, t, d, parts, rows: tl.constexpr, width: tl.constexpr
 ):  # fmt: skip
     sample, part, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     columns = block * width + tl.arange(0, width)
@@ -56,19 +65,17 @@ def _scale_and_shift(
             scaled += gradient * centred
             shifted += gradient
     at = (sample.to(tl.int64) * parts + part) * d + columns
-    tl.store(scale + at, scaled, mask=inside)
-    tl.store(shift + at, shifted, mask=inside)
+    half = tl.num_programs(0).to(tl.int64) * parts * d
+    tl.store(sums + at, scaled, mask=inside)
+    tl.store(sums + half + at, shifted, mask=inside)
 
 
 def scale_and_shift(delta: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ_t δ·(x - mean)·rstd and Σ_t δ of δ and x (n, t, d), mean and rstd (n, t)."""
+    """Σ_t δ·(x - mean)·rstd and Σ_t δ of δ and x (n, t, d), mean and rstd one number for each position."""
     n, t, d = delta.shape
-    parts, columns = triton.cdiv(t, ROWS), min(triton.next_power_of_2(d), 1024)
+    parts, width = -(-t // ROWS), min(triton.next_power_of_2(d), 1024)
     sums = torch.empty((2, n, parts, d), dtype=torch.float32, device=delta.device)
-    grid = (n, parts, triton.cdiv(d, columns))
-    _scale_and_shift[grid](
-        delta, x, mean.contiguous(), rstd.contiguous(), sums[0], sums[1], t, d, parts,
-        rows=ROWS, width=columns, num_warps=4,
-    )  # fmt: skip
-    scale, shift = sums.sum(2)
+    given = (delta, x, mean.contiguous(), rstd.contiguous(), sums)
+    launch(_scale_and_shift, (n, parts, -(-d // width)), given, (t, d, parts), {"rows": ROWS, "width": width}, 4)
+    scale, shift = sums.sum(2).unbind()
     return scale, shift

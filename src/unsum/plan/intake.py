@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from unsum.errors import SamplesError
 from unsum.factors.factors import Factors, Share
+from unsum.factors.outer import Outer
 from unsum.factors.total import Kind
 from unsum.graph.nodes import Node
 from unsum.plan.plan import Meeting, Plan, Route
@@ -153,7 +154,7 @@ class Intake:
         if pool.add(name, parameter, kind, wants_sum=wants_sum):
             return
         if wants_sum:
-            sq, summed = kind.norms_and_sum()
+            sq, summed = kind.norms_and_sum(in_parts=True) if isinstance(kind, Outer) else kind.norms_and_sum()
             self._deliver([parameter], [summed])
         else:
             sq = kind.sq_norms()

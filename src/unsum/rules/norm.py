@@ -22,9 +22,9 @@ def layer_norm_scale(call: Call) -> Scale:
     """y = x̂·w + b, x̂ from what the node has saved."""
     delta, x, mean, rstd = map(call.take, (call.delta, *(call.saved(name) for name in ("input", "result1", "result2"))))
     if fused.serves(delta, x):  # the sums of scale and shift in one pass
-        flat = (delta.flatten(2), x.flatten(2), mean.flatten(1), rstd.flatten(1))
+        flat = (delta, x) if delta.dim() == 3 else (delta.flatten(2), x.flatten(2))
         call.memo["sums"] = functools.cache(
-            lambda: [s.view(-1, *delta.shape[2:]) for s in fused.scale_and_shift(*flat)]
+            lambda: [s.view(-1, *delta.shape[2:]) for s in fused.scale_and_shift(*flat, mean, rstd)]
         )
     return Scale(delta, lambda: _normalised(x, mean, rstd), call.shape, summed=_left(call, 0))
 
