@@ -25,7 +25,7 @@ from unsum.graph.sides import Sides
 from unsum.keeping import current_scale
 from unsum.plan.arrived import Arrived
 from unsum.plan.forward import Forward
-from unsum.plan.intake import Intake, accumulate, is_listened
+from unsum.plan.intake import Intake, accumulate, is_listened, listens_to_all
 from unsum.plan.learn import Setting, inside, learn, number_of_samples
 from unsum.plan.memory import recall, remember
 from unsum.plan.plan import Plan
@@ -210,10 +210,10 @@ class GradientsBlock:
             skipped = plan.spare
         else:
             skipped = plan.cheap if any(isinstance(r, Norms) for r in self._options.reducers) else frozenset()
-        if not skipped:
-            return skipped
-        wanted = self._setting.wanted
-        return skipped - {name for key, name in self._found.by_id.items() if is_listened(wanted[key])}
+        if not skipped or listens_to_all():
+            return frozenset()
+        listened = [self._found.by_id[key] for key, p in self._setting.wanted.items() if is_listened(p)]
+        return skipped.difference(listened) if listened else skipped
 
     def _deliver(self, parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
         if self._options.grad:

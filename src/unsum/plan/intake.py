@@ -189,10 +189,12 @@ class Intake:
 
 
 def is_listened(parameter: nn.Parameter) -> bool:
-    """Whether somebody waits for a parameter's gradient: hooks of the user's, or a process group (whose hooks cannot be
-    seen from here). Such a gradient is left to torch."""
-    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-        return True
+    """Whether hooks of the user's wait for a parameter's gradient, which is then left to torch."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def listens_to_all() -> bool:
+    """Whether a process group may wait for gradients: its hooks cannot be seen from here."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 

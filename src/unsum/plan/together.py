@@ -33,6 +33,7 @@ class Team:
     reads: tuple[str, ...]  # the saved tensors that the rules read
     numel: int  # of δ
     places: tuple[int, ...]
+    parameters: frozenset[str]
 
 
 def teams(
@@ -55,7 +56,8 @@ def teams(
     for places in alike.values():
         first = routes[places[0]]
         reads = dict.fromkeys(f"_saved_{name}" for route in first for name in route.rule.rows or ())
-        team = Team(first, tuple(reads), prod(first[0].by.layout.shape), tuple(places))
+        names = frozenset(str(route.parameter) for place in places for route in routes[place])
+        team = Team(first, tuple(reads), prod(first[0].by.layout.shape), tuple(places), names)
         if len(places) > 1:
             found |= dict.fromkeys(places, team)
     return found
@@ -98,10 +100,13 @@ class Together:
         self.waits: dict[int, Team] = {}
         device = next((p.device.type for p in parameters.values()), "")
         for team in dict.fromkeys(plan.together.values()):
-            places = [p for p in team.places if all([r.parameter in parameters for r in plan.routes[p]])]  # noqa: C419
-            if len(places) > 1 and team.numel <= SMALL.get(device, 0):
-                self._left[team] = _Left(len(places))
-                self.waits |= dict.fromkeys(places, team)
+            if team.numel > SMALL.get(device, 0):
+                continue
+            places = team.places
+            if not parameters.keys() >= team.parameters:
+                places = tuple(p for p in places if all(r.parameter in parameters for r in plan.routes[p]))
+            self._left[team] = _Left(len(places))
+            self.waits |= dict.fromkeys(places, team)
         self._held = 0
 
     def add(self, place: int, delta: Tensor) -> bool:
