@@ -30,7 +30,7 @@ from unsum.plan.learn import Setting, inside, learn, number_of_samples
 from unsum.plan.memory import recall, remember
 from unsum.plan.plan import Plan
 from unsum.plan.run import Run
-from unsum.plan.signature import Survey, survey
+from unsum.plan.signature import Key, Survey, survey
 from unsum.reducers import Norms, Reducer
 from unsum.sites import Names
 
@@ -238,7 +238,7 @@ class GradientsBlock:
         if self._setting.rules:
             cut = tuple((seen.at[node], output, layout) for (node, output), layout in known.items())
             roots = tuple((seen.at.get(node), output) for node, output in map(place, call.roots))
-            key = (seen.signature, cut, roots, self._setting.exact)
+            key = Key(seen.signature, cut, roots, self._setting.exact)
             recalled = recall(self._model, key, seen.nodes)
             if recalled is not None:
                 self._forward.learnt(lasting=not self._saved.is_needed)

@@ -206,7 +206,7 @@ def accumulate(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> 
         if parameter.grad is not None:
             sums[0].append(parameter.grad)
             sums[1].append(value)
-        elif value.dtype == parameter.dtype and value.stride() == parameter.stride() and not value._is_view():
+        elif not value._is_view() and value.dtype == parameter.dtype and value.stride() == parameter.stride():
             parameter.grad = value
         else:
             parameter.grad = torch.empty_like(parameter, requires_grad=False)

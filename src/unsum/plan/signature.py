@@ -28,6 +28,19 @@ class Survey:
     signature: Signature
 
 
+@dataclass(frozen=True)
+class Key:
+    """What a plan is remembered by. Its hash leaves the signature out, which is long and compared in any case."""
+
+    signature: Signature
+    cut: Hashable
+    roots: Hashable
+    exact: bool
+
+    def __hash__(self) -> int:
+        return hash((len(self.signature), self.cut, self.roots, self.exact))
+
+
 def survey(roots: Iterable[Node], names: Mapping[int, str]) -> Survey:
     """Walk the graph. Two graphs have the same signature only if they are alike, node by node.
 
