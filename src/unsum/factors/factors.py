@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import TypeVar
 
@@ -146,10 +146,10 @@ class Factors:
         if len(self.shape) < 2:
             left, _ = projection(self.name, seed, k * k, prod(self.shape), 1, self._device)
             return rows(self.per_sample()) @ left.to(self.dtype).T
-        left, right = projection(self.name, seed, k, self.shape[0], prod(self.shape[1:]), self._device)
+        sides = partial(projection, self.name, seed, k, self.shape[0], prod(self.shape[1:]), self._device)
         parts = []
         for share in self._shares:
-            each = [kind.project(left, right).to(self.dtype) for kind in share.kinds]
+            each = [kind.project(*sides(_multiplied_in(kind))).to(self.dtype) for kind in share.kinds]
             parts.append(share.times(sum(each[1:], each[0])) if each else self._zeros(share.n, k, k))
         return _joined(parts).flatten(1)
 
@@ -220,15 +220,26 @@ class Factors:
         return torch.zeros(shape, dtype=self.dtype, device=self._device)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=1024)
 def projection(
-    name: str, seed: int, k: int, rows: int, columns: int, device: torch.device | None = None
+    name: str,
+    seed: int,
+    k: int,
+    rows: int,
+    columns: int,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """Two random matrices (k, rows) and (columns, k), scaled so that E⟨LGR, LHR⟩ = ⟨G, H⟩; the same on every device."""
     generator = torch.Generator().manual_seed((zlib.crc32(name.encode()) << 16) + seed)
     left = torch.randn(k, rows, generator=generator, dtype=torch.float32) / k**0.5
     right = torch.randn(columns, k, generator=generator, dtype=torch.float32) / k**0.5
-    return left.to(device), right.to(device)
+    return left.to(device, dtype), right.to(device, dtype)
+
+
+def _multiplied_in(kind: Kind) -> torch.dtype:
+    """As what a projection is best given: cast once, rather than in every step."""
+    return kind.delta.dtype if isinstance(kind, Outer) and kind.groups == 1 and len(kind.shape) == 2 else torch.float32
 
 
 def _padded(tensors: list[Tensor]) -> list[Tensor]:

@@ -112,7 +112,7 @@ class Run:
 
     def _waiting(self, place: int, grads: Grads) -> None:
         delta = grads[0]
-        if delta is None or any(grad is not None for grad in grads[1:]) or not self._to.wait(place, delta):
+        if delta is None or any([grad is not None for grad in grads[1:]]) or not self._to.wait(place, delta):  # noqa: C419
             (self._ruled if place in self.plan.ruled else self._owned)(place, grads)
 
     def _ruled(self, place: int, grads: Grads) -> None:

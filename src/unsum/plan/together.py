@@ -20,7 +20,7 @@ from unsum.graph.positions import Positions
 from unsum.plan.plan import Plan, Route
 from unsum.plan.pool import BOUND, SMALL, reduced
 from unsum.plan.signature import plain
-from unsum.plan.unchanged import Held, refuse_changed, versions_of
+from unsum.plan.unchanged import refuse_changed
 from unsum.rules.follow import finished
 from unsum.rules.registry import Call
 
@@ -77,7 +77,7 @@ class _Left:
     size: int  # how many will come
     places: list[int] = field(default_factory=list)
     tensors: list[tuple[Tensor, ...]] = field(default_factory=list)  # δ and what was saved, of each
-    held: list[Held] = field(default_factory=list)  # δ, as it came
+    versions: list[int | None] = field(default_factory=list)  # of δ, as it came
     numel: int = 0
 
 
@@ -125,7 +125,7 @@ class Together:
         left = self._left[team]
         left.places.append(place)
         left.tensors.append(tuple(tensors))
-        left.held.append(versions_of(delta))
+        left.versions.append(None if delta.is_inference() else delta._version)
         left.numel += size
         self._held += size
         if self._held > BOUND.get(device, 0):
@@ -144,9 +144,10 @@ class Together:
         self._left[team] = _Left(left.size)
         self._held -= left.numel
         kinds: dict[Hashable, list[int]] = {}  # of one dtype and on one device
-        for k, held in enumerate(left.held):
-            refuse_changed(str(self._plan.routes[left.places[k]][0].parameter), held)
-            kinds.setdefault(tuple([(t.dtype, t.device) for t in left.tensors[k]]), []).append(k)
+        for k, (tensors, version) in enumerate(zip(left.tensors, left.versions, strict=True)):
+            if version is not None and tensors[0]._version != version:
+                refuse_changed(str(self._plan.routes[left.places[k]][0].parameter), [(tensors[0], version)])
+            kinds.setdefault(tuple([(t.dtype, t.device) for t in tensors]), []).append(k)
         for same in kinds.values():
             self._apply(team, [left.places[k] for k in same], [left.tensors[k] for k in same])
 
