@@ -964,10 +964,18 @@ def test_after_any_exit_the_model_has_exactly_the_users_own_hooks(error):
     assert torch.autograd._engine_run_backward is run_backward
 
 
-def test_others_who_replace_the_call_of_modules():
+@pytest.mark.parametrize("method", ["__call__", "_call_impl"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_others_who_replace_the_call_of_modules(method, compiled, monkeypatch):
     """Before a block, inside it and beyond its end: nobody's replacement is lost, and blocks go on to see calls."""
     model, x, seen = nn.Linear(3, 2), torch.randn(4, 3), []
-    original = nn.Module.__call__
+    if compiled:  # in place: then the call itself is watched
+        monkeypatch.setattr(
+            model, "_compiled_call_impl", lambda *given: nn.Module._call_impl(model, *given), raising=False
+        )
+    present = lambda: getattr(nn.Module, method)
+    put = lambda call: setattr(nn.Module, method, call)
+    original = present()
 
     def wrapped(before):
         def call(self, *args, **kwargs):
@@ -983,20 +991,22 @@ def test_others_who_replace_the_call_of_modules():
 
     try:
         first = norms()
-        assert nn.Module.__call__ is original
-        nn.Module.__call__ = outer = wrapped(original)
+        assert present() is original
+        outer = wrapped(original)
+        put(outer)
         torch.testing.assert_close(norms(), first)
-        assert nn.Module.__call__ is outer and len(seen) == 1
+        assert present() is outer and len(seen) == 1
         with unsum.gradients(model, unsum.Norms()):
-            nn.Module.__call__ = over = wrapped(nn.Module.__call__)
+            over = wrapped(present())
+            put(over)
             model(x).square().sum().backward()
-        assert nn.Module.__call__ is over
+        assert present() is over
         for _ in range(2):
             torch.testing.assert_close(norms(), first)
-        nn.Module.__call__ = outer
+        put(outer)
         torch.testing.assert_close(norms(), first)
-        assert nn.Module.__call__ is outer
+        assert present() is outer
     finally:
-        nn.Module.__call__ = original
+        put(original)
     torch.testing.assert_close(norms(), first)
-    assert nn.Module.__call__ is original
+    assert present() is original

@@ -1,6 +1,8 @@
 """Kernels against their plain torch twins and float64: through Triton's interpreter on a CPU, compiled where there is a
 GPU."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from reference import per_sample_gradients
@@ -10,7 +12,7 @@ from torch.nn import functional as F
 
 import unsum
 from unsum.factors.windows import Geometry, Windows
-from unsum.kernels import costs, fused, product, twins
+from unsum.kernels import costs, fused, launch, product, twins
 from unsum.kernels.traced import is_traced
 
 kernels = pytest.importorskip("unsum.kernels.triton_kernels", reason="triton is not installed")
@@ -51,6 +53,9 @@ def test_norms_and_sum(shape, dtype):
         close(squares, exact.flatten(1).square().sum(1), dtype)
         close(total, exact.sum(0), dtype)
         assert total.dtype == dtype and squares.dtype == torch.float32
+    parts, total = kernels.parts_and_sum(each)
+    close(parts.sum(0), exact.flatten(1).square().sum(1), dtype)
+    close(total, exact.sum(0), dtype)
 
 
 @in_all
@@ -266,6 +271,45 @@ def given(net):
     if net is Words:
         return torch.randint(7, (4, 6), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     return made(4, 3, 12, 10).to(memory_format=torch.channels_last)
+
+
+def test_a_kernel_is_launched_by_itself_only_where_triton_would_choose_the_same(monkeypatch):
+    """Without a GPU: stand-ins count who is launched."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(launch, "again", True)
+    monkeypatch.setattr(launch, "is_traced", lambda tensor: False)
+    launched = []
+
+    class Compiled:
+        launch_metadata = None
+
+        def __getitem__(self, grid):
+            return lambda *given: launched.append(("by itself", grid, len(given)))
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *given, **options: launched.append(("by Triton", grid, len(given))) or Compiled()
+
+    def tensor(dtype=torch.float32, address=1024, index=0):
+        return SimpleNamespace(is_cuda=True, dtype=dtype, device=SimpleNamespace(index=index), data_ptr=lambda: address)
+
+    kernel, ordinary = Kernel(), (tensor(), (3, 16))
+    others = [
+        (tensor(torch.float16), (3, 16)),
+        (tensor(address=1028), (3, 16)),
+        (tensor(), (1, 16)),
+        (tensor(index=1), (3, 16)),
+    ]
+    run = lambda given, numbers: launch.launch(kernel, (2, 1, 1), (given,), numbers, {"block": 64}, 4)
+    for given in (ordinary, ordinary, *others, ordinary):
+        run(*given)
+    who = [how for how, _, _ in launched]
+    assert who == ["by Triton", "by itself", *["by Triton"] * 4, "by itself"]
+    assert {(grid, count) for how, grid, count in launched if how == "by itself"} == {((2, 1, 1), 4)}
+    monkeypatch.setattr(launch, "again", False)
+    run(*ordinary)
+    assert launched[-1][0] == "by Triton"
 
 
 @pytest.mark.parametrize("way", ["product", "gram"])

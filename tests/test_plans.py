@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 import unsum
 from unsum.errors import InteractionError, OptionError, SamplesError, UnsupportedError
+from unsum.plan.signature import survey
 
 N = 4
 
@@ -268,3 +269,31 @@ def test_bad_reads():
         model(torch.randn(4, 3)).sum().backward()
     with pytest.raises(SamplesError, match="6 weights for 4 samples"):
         g[unsum.WeightedSum].sum()
+
+
+def test_the_signature_of_a_graph_tells_its_parts():
+    """Nodes of the same kinds, in the same order: what differs is an edge, a number, a shape, a dtype, a name."""
+    a, b = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
+
+    def signed(make, first=a, second=b, names=("a", "b")):
+        result = make(first * 2, second * 3)
+        return survey([result.grad_fn], dict(zip((id(first), id(second)), names, strict=True))).signature
+
+    def summed(h, k):
+        return (h + k) + ((h - k) + h)
+
+    ordinary = signed(summed)
+    assert signed(summed) == ordinary
+    double, wide = (
+        [t.detach().to(dtype).expand(shape).clone().requires_grad_() for t in (a, b)]
+        for dtype, shape in ((torch.float64, (2, 2)), (torch.float32, (5, 2, 2)))
+    )
+    others = [
+        signed(lambda h, k: (h + k) + ((h - k) + k)),
+        signed(lambda h, k: (h + k) + torch.add(h - k, h, alpha=2)),
+        signed(lambda h, k: (h + k) + ((h - k) - h)),
+        signed(summed, names=("a", "c")),
+        signed(summed, *double),
+        signed(summed, *wide),
+    ]
+    assert len({ordinary, *others}) == 1 + len(others)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from unsum.errors import OptionError, SamplesError, UnsupportedError
 from unsum.gathered import Gradients
 from unsum.graph.cut import losses_of
 from unsum.graph.layout import Layout
-from unsum.graph.nodes import Edge, Node, is_leaf, ordered, place
+from unsum.graph.nodes import Edge, Node, ordered, place
 from unsum.graph.probe import state_set_aside
 from unsum.graph.saved import Saved
 from unsum.graph.sides import Sides
@@ -27,12 +27,12 @@ from unsum.keeping import current_scale
 from unsum.plan.arrived import Arrived
 from unsum.plan.clipping import Clipping
 from unsum.plan.forward import Forward
-from unsum.plan.intake import Intake, accumulate, is_listened
+from unsum.plan.intake import Intake, accumulate, is_listened, listens_to_all
 from unsum.plan.learn import Setting, inside, learn, number_of_samples
 from unsum.plan.memory import recall, remember
 from unsum.plan.plan import Plan
 from unsum.plan.run import Run
-from unsum.plan.signature import signature
+from unsum.plan.signature import Key, Survey, survey
 from unsum.reducers import Norms, Reducer
 from unsum.sites import Names, unwrapped
 from unsum.weighted import WeightedSum
@@ -101,7 +101,7 @@ class GradientsBlock:
         self._unscale: Tensor | float | None = None
         self._calls: frozenset[int] = frozenset()
         self._blocks = hooks.open_block(self)
-        self._watchers = hooks.on_calls(self)
+        self._unwatch = hooks.on_calls(self, self._named)
         self._forward.open()
         return self._found
 
@@ -110,7 +110,8 @@ class GradientsBlock:
     ) -> None:
         self._forward.close()
         hooks.close_block(self, self._blocks)
-        hooks.off_calls(self, self._watchers)
+        self._unwatch()
+        del self._unwatch  # which knows this object
         self._open = False
 
     def _taps(self) -> Tapping | None:
@@ -172,20 +173,24 @@ class GradientsBlock:
         self._arrived.clear()
         if call.create_graph:
             raise UnsupportedError("create_graph=True: the gradients of a second backward are not those of .grad")
-        nodes = ordered([node for root in call.roots if (node := place(root)[0]) is not None])
-        known, calls = self._forward.find(nodes)
-        if self._tapping is not None and (tapped := self._tapping.begin(call, nodes)) is not None:
-            return self._begin_tapped(call, nodes, tapped, calls)
-        if not known and not any(is_leaf(node) and id(node.variable) in self._setting.wanted for node in nodes):
+        seen = survey(_roots(call), self._found.by_id)
+        known, calls = self._forward.find(seen.nodes)
+        if self._tapping is not None and (tapped := self._tapping.begin(call, seen.nodes)) is not None:
+            return self._begin_tapped(call, seen.nodes, tapped, calls)
+        if not known and not any(id(leaf) in self._setting.wanted for leaf in seen.leaves):
             return None  # of another model
-        plan = self._recall(call, nodes, known, calls)
+        plan, nodes = self._recall(call, seen, known, calls)
         self._calls, again = self._found.group(self._calls, plan.n)
         self._is_new = not again
         try:
-            return self._begin(call, nodes, plan, again)
+            skipped = self._begin(call, nodes, plan, again)
         except BaseException:
             self._take_back()
             raise
+        if not skipped:
+            return hooks.Wish(retain_graph=self._clipping.returns)
+        only = [leaf for leaf in seen.leaves if self._found.by_id.get(id(leaf)) not in skipped]
+        return hooks.Wish(only, retain_graph=self._clipping.returns)
 
     def _begin_tapped(
         self, call: hooks.Backward, nodes: Sequence[Node], tapped: Tapped, calls: frozenset[int]
@@ -217,9 +222,8 @@ class GradientsBlock:
         if self._is_new:
             self._found.drop(self._calls)
 
-    def _begin(self, call: hooks.Backward, nodes: Sequence[Node], plan: Plan, again: bool) -> hooks.Wish | None:
-        """Wait at the plan's nodes; say which leaves torch is to bring gradients to, if not to all, and whether there
-        will be a second backward."""
+    def _begin(self, call: hooks.Backward, nodes: Sequence[Node], plan: Plan, again: bool) -> frozenset[str]:
+        """Wait at the plan's nodes; say which parameters torch need not bring gradients to."""
         options = self._options
         self._begin_reducers(plan.n, again)
         self._clipping.begin(plan, nodes, call, self._is_unheard)
@@ -240,11 +244,7 @@ class GradientsBlock:
             self._put_back = [(p, p.grad) for p in self._names.parameters.values()]
             for parameter, _ in self._put_back:
                 parameter.grad = None
-        if not skipped:
-            return hooks.Wish(retain_graph=self._clipping.returns)
-        by_id = self._found.by_id
-        only = [n.variable for n in nodes if is_leaf(n) and by_id.get(id(n.variable)) not in skipped]
-        return hooks.Wish(only, retain_graph=self._clipping.returns)
+        return skipped
 
     def _is_unheard(self) -> bool:
         """Whether nobody would notice a second backward: no other block, no hook on a tensor of the user's. (And there
@@ -272,19 +272,19 @@ class GradientsBlock:
         else:
             takes = [isinstance(r, Norms) or (isinstance(r, WeightedSum) and r.clips) for r in self._options.reducers]
             skipped = plan.cheap if any(takes) else frozenset()
-        if not skipped:
-            return skipped
-        wanted = self._setting.wanted
-        return skipped - {name for key, name in self._found.by_id.items() if is_listened(wanted[key])}
+        if not skipped or listens_to_all():
+            return frozenset()
+        listened = [self._found.by_id[key] for key, p in self._setting.wanted.items() if is_listened(p)]
+        return skipped.difference(listened) if listened else skipped
 
     def _deliver(self, parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
         if self._options.grad:
             accumulate(parameters, values)
 
     def _recall(
-        self, call: hooks.Backward, nodes: Sequence[Node], known: Mapping[Edge, Layout], calls: frozenset[int]
-    ) -> Plan:
-        """The plan of this graph: remembered, or learnt."""
+        self, call: hooks.Backward, seen: Survey, known: Mapping[Edge, Layout], calls: frozenset[int]
+    ) -> tuple[Plan, Sequence[Node]]:
+        """The plan of this graph, remembered or learnt, and the nodes in its order."""
         self._calls = calls
         if not known and len(self._forward.sizes) == 1:  # no output can be cut: losses, one for each sample
             known = losses_of(call.roots, *self._forward.sizes)
@@ -298,15 +298,14 @@ class GradientsBlock:
         self._is_checked = not self._setting.rules
         key: Hashable = None
         if self._setting.rules:
-            at = {node: k for k, node in enumerate(nodes)}
-            cut = tuple((at[node], output, layout) for (node, output), layout in known.items())
-            roots = tuple((at.get(place(root)[0]), place(root)[1]) for root in call.roots)
-            key = (signature(nodes, self._found.by_id), cut, roots, self._setting.exact)
-            plan = recall(self._model, key, nodes)
-            if plan is not None:
+            cut = tuple((seen.at[node], output, layout) for (node, output), layout in known.items())
+            roots = tuple((seen.at.get(node), output) for node, output in map(place, call.roots))
+            key = Key(seen.signature, cut, roots, self._setting.exact)
+            recalled = recall(self._model, key, seen.nodes)
+            if recalled is not None:
                 self._forward.learnt(lasting=not self._saved.is_needed)
-                self._learn_tap(plan, nodes)
-                return plan
+                self._learn_tap(*recalled)
+                return recalled
         self._is_checked = True
         self._sides.is_blind = not self._forward.watched
         if self._sides.is_blind:
@@ -315,11 +314,12 @@ class GradientsBlock:
             )
         ids = self._options.samples.ids
         count = number_of_samples if ids is None else lambda _: len(ids)
+        nodes = ordered(_roots(call))
         with self._learn():
             plan = learn(call.roots, call.grads, nodes, known, self._setting, count)
         lasting = key is not None and plan.lasting and not self._sides.is_blind
         if lasting:
-            remember(self._model, key, plan)
+            remember(self._model, key, replace(plan, order=tuple(seen.at[node] for node in nodes)))
         self._forward.learnt(lasting=lasting and not self._saved.is_needed)
         self._learn_tap(plan, nodes)
         log.info(
@@ -329,7 +329,7 @@ class GradientsBlock:
             sum(map(len, plan.routes.values())),
             "remembered" if plan.lasting else "to be learnt each time",
         )
-        return plan
+        return plan, nodes
 
     def _learn_tap(self, plan: Plan, nodes: Sequence[Node]) -> None:
         if self._tapping is not None and len(self._calls) == 1:
@@ -356,7 +356,7 @@ class GradientsBlock:
             return
         waiting = outer.hidden.get(torch._C._current_autograd_node())  # type: ignore[attr-defined]
         if waiting:
-            nodes = ordered([node for root in call.roots if (node := place(root)[0]) is not None])
+            nodes = ordered(_roots(call))
             with self._learn():
                 plan = inside(call.roots, nodes, waiting.pop(0), self._intake.n, self._setting)
             self._start(plan, nodes)
@@ -415,6 +415,11 @@ class GradientsBlock:
             self._take_back()
             raise
         self._before = []
+
+
+def _roots(call: hooks.Backward) -> list[Node]:
+    """The nodes from which a backward starts."""
+    return [node for node, _ in map(place, call.roots) if node is not None]
 
 
 def _refuse(names: Names) -> None:

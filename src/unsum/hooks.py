@@ -10,8 +10,8 @@ on the engine's own worker threads (CUDA), to which torch carries its thread-loc
 which is replaced while a block is open. A TorchFunctionMode would also see them, but every torch call would pass
 through it (up to 13 % of a step); replacing the public functions misses whoever imported them by name.
 
-**Watching calls.** A block that wants to know of every call, but changes none, replaces `nn.Module.__call__` while it
-is open: hooks on every module would take longer to register, and make every call slower.
+**Watching calls.** A block that wants to know of every call, but changes none, replaces a method of `nn.Module` while
+it is open: hooks on every module would take longer to register, and make every call slower.
 
 **One thread.** Torch runs the nodes of a GPU's tensors on a thread of its own. Handing Python's lock to and fro for
 every hook can cost more than the hooks themselves (a step with norms took twice as long as it does now), so a backward
@@ -28,7 +28,7 @@ import ctypes
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -143,77 +143,100 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or "dynamo_ctx" in module.__dict__
 
 
-def on_calls(watcher: Watcher) -> list[Watcher]:
-    """Tell the watcher of all calls of modules in this thread. No hooks: they would cost more than the watching, on
-    every module, in every call. Returns the list to hand to `off_calls`."""
-    if not hasattr(_local, "watchers"):
-        _local.watchers = []
-    watchers: list[Watcher] = _local.watchers
-    watchers.append(watcher)
-    with _lock:
-        _watching.append(watcher)
-        present = nn.Module.__call__
-        if not _calls or present is _calls[0]:  # else ours is there, or below what somebody has put over it
-            _calls[:] = [present]
-            nn.Module.__call__ = _watched  # type: ignore[method-assign]
-    return watchers
+class _Seam:
+    """A method of `nn.Module` through which calls pass, replaced while somebody watches."""
 
+    def __init__(self, method: str) -> None:
+        self._method = method
+        self._watching: list[Watcher] = []  # in all threads
+        self._before: list[Callable[..., Any]] = []  # what was there, if ours is there
+        self._local = threading.local()
 
-def off_calls(watcher: Watcher, watchers: list[Watcher]) -> None:
-    """Undo `on_calls`, from any thread and in any order."""
-    watchers.remove(watcher)
-    with _lock:
-        _watching.remove(watcher)
-        if not _watching and nn.Module.__call__ is _watched:  # else somebody has put his own over it since
-            nn.Module.__call__ = _calls.pop()  # type: ignore[method-assign]
-
-
-_watching: list[Watcher] = []  # in all threads
-_calls: list[Callable[..., Any]] = []  # what was there before, if ours is there
-
-
-def _watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    watchers, call = _local.__dict__.get("watchers"), _calls[0]
-    if not watchers:
-        return call(self, *args, **kwargs)
-    if len(watchers) == 1 and is_compiled(self):
-        output = watchers[0].instead_of_call(self, args, kwargs)
-        if output is not NOTHING:
+        def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            watchers, call = self._local.__dict__.get("watchers"), self._before[0]
+            if not watchers:
+                return call(module, *args, **kwargs)
+            if len(watchers) == 1 and is_compiled(module):
+                output = watchers[0].instead_of_call(module, args, kwargs)
+                if output is not NOTHING:
+                    return output
+            begun = [watcher for watcher in watchers if watcher.before_call(module, args, kwargs)]
+            if not begun:
+                return call(module, *args, **kwargs)
+            output = None
+            try:
+                output = call(module, *args, **kwargs)
+            finally:
+                for watcher in reversed(begun):
+                    watcher.after_call(output)
             return output
-    begun: list[Watcher] = []
-    try:
-        for watcher in watchers:
-            if watcher.before_call(self, args, kwargs):
-                begun.append(watcher)
-        output = call(self, *args, **kwargs)
-    except BaseException:
-        for watcher in reversed(begun):
-            watcher.after_call(None)
-        raise
-    for watcher in reversed(begun):
-        watcher.after_call(output)
-    return output
+
+        self._watched = watched
+
+    def open(self, watcher: Watcher) -> Callable[[], None]:
+        """Tell the watcher of calls in this thread. Returns what ends it, from any thread and in any order."""
+        watchers: list[Watcher] = self._local.__dict__.setdefault("watchers", [])
+        watchers.append(watcher)
+        with _lock:
+            self._watching.append(watcher)
+            present = getattr(nn.Module, self._method)
+            if not self._before or present is self._before[0]:  # else ours is there, or below somebody's own
+                self._before[:] = [present]
+                setattr(nn.Module, self._method, self._watched)
+        return functools.partial(self._close, watcher, watchers)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """As if nobody watched, for the only one who does."""
+        watchers, present = self._local.__dict__.get("watchers", []), getattr(nn.Module, self._method)
+        if present is not self._watched:
+            yield
+            return
+        self._local.watchers = []
+        setattr(nn.Module, self._method, self._before[0])
+        try:
+            yield
+        finally:
+            self._local.watchers = watchers
+            setattr(nn.Module, self._method, present)
+
+    def _close(self, watcher: Watcher, watchers: list[Watcher]) -> None:
+        watchers.remove(watcher)
+        with _lock:
+            self._watching.remove(watcher)
+            if (
+                not self._watching and getattr(nn.Module, self._method) is self._watched
+            ):  # else somebody's own is over it
+                setattr(nn.Module, self._method, self._before.pop())
+
+
+_seams = {method: _Seam(method) for method in ("_call_impl", "__call__")}
+
+
+def on_calls(watcher: Watcher, modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Tell the watcher of all calls of modules in this thread. Returns what undoes it."""
+    # To replace a slot of a class makes Python go through all its subclasses, of which there are hundreds, twice in a
+    # step; but modules that were compiled in place have a `_call_impl` of their own.
+    compiled = any([module._compiled_call_impl is not None for module in modules])  # noqa: C419
+    return _seams["__call__" if compiled else "_call_impl"].open(watcher)
 
 
 def is_alone(block: Block) -> bool:
     """Whether no other block is open, in any thread."""
-    return _open == [block] and len(_watching) == 1
+    return _open == [block]
 
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
     """As if no block were open, for the only one that is: compiled code runs compiled, or is compiled."""
-    blocks, watchers, call = _local.blocks, _local.watchers, nn.Module.__call__
-    _local.blocks, _local.watchers = [], []
-    if call is _watched:  # what torch compiles must not go through it
-        nn.Module.__call__ = _calls[0]  # type: ignore[method-assign]
+    blocks, _local.blocks = _local.blocks, []
     stance = torch.compiler.set_stance("default")
     try:
-        yield
+        with _seams["__call__"].aside(), _seams["_call_impl"].aside():  # what torch compiles must not go through them
+            yield
     finally:
         stance.__exit__(None, None, None)
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-        _local.blocks, _local.watchers = blocks, watchers
+        _local.blocks = blocks
 
 
 def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None], *, first: bool = False) -> Handle:

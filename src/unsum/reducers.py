@@ -7,7 +7,7 @@ over; `left` names the parameters that nothing reached.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -106,39 +106,58 @@ class Norms(_Reducer):
 
     def reset(self) -> None:
         super().reset()
-        self._by_parameter: dict[str, dict[int, Tensor]] = {}
+        self._squares: dict[int, list[tuple[Sequence[str], Tensor]]] = {}  # of each group, as they came
 
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
-        self.put(name, factors.sq_norms())
+        self.put((name,), factors.sq_norms())
 
     def wants_norms_alone(self, name: str) -> bool:
         """Whether norms are all that is wanted of this parameter."""
         return True
 
-    def put(self, name: str, sq_norms: Tensor) -> None:
-        """Squared norms that were had with something else."""
-        self._by_parameter.setdefault(name, {})[self._now] = sq_norms
+    def put(self, names: Sequence[str], squares: Tensor) -> None:
+        """Squared norms that were had with something else: (parameters, n), or (parameters, parts, n) of which the
+        parts are still to be added up; of one, also (n,) and (parts, n). Nothing is computed until they are read."""
+        self._squares.setdefault(self._now, []).append((names, squares))
 
     def latest(self) -> dict[str, Tensor]:
         """{name: (n,)}: squared norms that the last backward brought."""
-        return {name: parts[self._now] for name, parts in self._by_parameter.items() if self._now in parts}
+        return dict(_apart(self._squares.get(self._now, [])))
 
     def by_parameter(self) -> dict[str, Tensor]:
         """{name: (n,)}: squared norms of each parameter's part."""
         self._check()
-        return {name: self._in_order(parts) for name, parts in self._by_parameter.items()}
+        found: dict[str, dict[int, Tensor]] = {}
+        for group, came in self._squares.items():
+            for name, own in _apart(came):
+                found.setdefault(name, {})[group] = own
+        return {name: self._in_order(parts) for name, parts in found.items()}
 
     def sq_norms(self) -> Tensor:
         """(n,): squared norms over all parameters."""
-        parts = list(self.by_parameter().values())
-        if not parts:
+        self._check()
+        if not self._squares:
             return torch.zeros(sum(self._sizes))
-        return torch.stack([part.to(parts[0].device) for part in parts]).sum(0)
+        device = next(iter(self._squares.values()))[0][1].device
+        return self._in_order(
+            {
+                group: torch.cat([each.to(device).view(-1, each.shape[-1]) for _, each in came]).sum(0)
+                for group, came in self._squares.items()
+            }
+        )
 
     def norms(self) -> Tensor:
         """(n,): over all parameters."""
         return self.sq_norms().sqrt()
+
+
+def _apart(came: Sequence[tuple[Sequence[str], Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Squared norms by parameter, their parts added up."""
+    for names, squares in came:
+        whole = squares.view(len(names), -1, squares.shape[-1])
+        each = whole[:, 0] if whole.shape[1] == 1 else whole.sum(1)
+        yield from zip(names, each.unbind(), strict=True)
 
 
 class TokenNorms(_Reducer):
@@ -160,7 +179,7 @@ class TokenNorms(_Reducer):
     def reset(self) -> None:
         super().reset()
         self._squares: dict[int, Tensor] = {}
-        self._new: dict[int, tuple[Tensor, list[str]]] = {}  # of this backward, by the number of positions
+        self._new: dict[int, dict[str, Tensor]] = {}  # of this backward, by the number of positions
 
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
@@ -169,16 +188,15 @@ class TokenNorms(_Reducer):
         except SamplesError:
             self.left_out.append(name)
             return
-        known = self._new.get(squares.shape[1])
-        self._new[squares.shape[1]] = (squares, [name]) if known is None else (known[0] + squares, [*known[1], name])
+        self._new.setdefault(squares.shape[1], {})[name] = squares
 
     def end(self, left: Sequence[str]) -> None:
         """The backward is over. Where the input does not tell its positions, those that most parameters have are it."""
-        counts = {t: len(names) for t, (_, names) in self._new.items()}
+        counts = {t: len(found) for t, found in self._new.items()}
         wanted = self._given or self._positions or max(counts, key=lambda t: (counts[t], t), default=0)
-        self.left_out += [name for t, (_, names) in self._new.items() if t != wanted for name in names]
+        self.left_out += [name for t, found in self._new.items() if t != wanted for name in found]
         if wanted in self._new:
-            self._squares[self._now] = self._new[wanted][0]
+            self._squares[self._now] = torch.stack(list(self._new[wanted].values())).sum(0)
         self._new = {}
 
     def positions_of(self, given: int | None) -> int | None:

@@ -61,6 +61,7 @@ class Place:
     thing: nn.Module | nn.Parameter | None = None  # None: a mark
 
 
+@functools.lru_cache(4096)  # in every call of every module that is captured
 def site_name(where: str, kind: str, call: int | None = None, path: Path = ()) -> str:
     """How a site is written.
 
@@ -162,10 +163,13 @@ class Names:
         if isinstance(where, str):
             glob = re.compile(fnmatch.translate(where)).match
             return lambda name: name and glob(name)
-        owners = self.owners if site.kind == "grad" else {name: name for name in self.modules}
+        modules = self.modules
+        if site.kind == "grad":
+            modules = {name: self.modules[owner] for name, owner in self.owners.items()}
         if isinstance(where, type):
-            return lambda name: isinstance(self.modules[owners[name]], where)
-        return lambda name: where(owners[name], self.modules[owners[name]])
+            return lambda name: isinstance(modules[name], where)
+        owners = self.owners if site.kind == "grad" else dict(zip(modules, modules, strict=True))
+        return lambda name: where(owners[name], modules[name])
 
     def _unknown(self, site: Site) -> str:
         lines = [f"no site {str(site)!r} in {type(self.model).__name__}."]

@@ -69,7 +69,7 @@ class WeightedSum(_Reducer):
         self._sums: dict[str, Tensor] = {}
         self._held: dict[str, Factors] = {}
         self._small: dict[Hashable, dict[str, tuple[Tensor, tuple[int, ...]]]] = {}  # of one dtype, on one device
-        self._squares: dict[str, Tensor] = {}
+        self._squares: list[Tensor] = []
         self.weights: Tensor | None = None  # of the last backward, if they come from the norms
         self.chosen: dict[str, str] = {}  # what was held of each parameter in the last backward
 
@@ -106,9 +106,10 @@ class WeightedSum(_Reducer):
         """Whether norms are all that is wanted of this parameter."""
         return self.clips and self.chosen.get(name) == AGAIN
 
-    def put(self, name: str, sq_norms: Tensor) -> None:
-        """Squared norms that were had with something else, of a parameter of which norms are all that is wanted."""
-        self._squares[name] = sq_norms
+    def put(self, names: Sequence[str], sq_norms: Tensor) -> None:
+        """Squared norms that were had with something else, of parameters of which norms are all that is wanted; shapes
+        as `Norms` takes them."""
+        self._squares.append(sq_norms)
 
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
@@ -134,7 +135,7 @@ class WeightedSum(_Reducer):
             self._small.setdefault((small.dtype, small.device), {})[name] = small, factors.shape
             return
         held = factors.formed() if self.forms(name) else factors
-        self._squares[name] = held.sq_norms()
+        self._squares.append(held.sq_norms())
         if not self.wants_norms_alone(name):
             self._held[name] = held
 
@@ -147,8 +148,8 @@ class WeightedSum(_Reducer):
         if not callable(self._w) or not (self._squares or self._small):
             return
         together = [torch.cat([value for value, _ in held.values()], 1) for held in self._small.values()]
-        parts = [*self._squares.values(), *map(squares, together)]
-        sq_norms = torch.stack([part.to(parts[0].device) for part in parts]).sum(0)
+        parts = [*self._squares, *map(squares, together)]
+        sq_norms = torch.cat([part.to(parts[0].device).view(-1, part.shape[-1]) for part in parts]).sum(0)
         self.weights = _checked(self._w(sq_norms.sqrt()), sq_norms)
         for held, flat in zip(self._small.values(), together, strict=True):
             sums = (self.weights.to(flat) @ flat).split([value.shape[1] for value, _ in held.values()])

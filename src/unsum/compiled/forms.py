@@ -82,9 +82,7 @@ class _NormsForm:
         return [torch.stack([found[name] for name in self._names])]
 
     def receive(self, values: Sequence[Tensor], scale: Tensor | float | None) -> None:
-        squares = values[0] if scale is None else values[0] * scale**2
-        for name, each in zip(self._names, squares.unbind(), strict=True):
-            self._to.put(name, each)
+        self._to.put(self._names, values[0] if scale is None else values[0] * scale**2)
 
 
 class _Tokens:

@@ -60,7 +60,7 @@ class Pattern:
     kinds: tuple[Hashable, ...]  # of these, what does not depend on sizes
     ways: dict[int, tuple[Way, ...]]
     expected: dict[str, int]  # how often factors come to a parameter
-    cheap: frozenset[str]  # parameters whose gradient comes with their norms
+    spare: frozenset[str]  # parameters whose gradient is the sum of their factors
     cut: frozenset[int]  # which of the call's output tensors lead to the loss
 
     @cached_property
@@ -69,7 +69,7 @@ class Pattern:
         ways = tuple(
             (k, tuple((w.edge, w.rule.name, w.along, w.parameter) for w in ways)) for k, ways in self.ways.items()
         )
-        return self.kinds, ways, self.cheap, self.cut
+        return self.kinds, ways, self.spare, self.cut
 
 
 # Torch may take down another operation of the same effect on positions. These leave no trace in a pattern:
@@ -168,7 +168,7 @@ def pattern(
         raise Untappable("the loss's samples are not those of the call's outputs")
     whole, kinds = described(own, leaf)
     cut = frozenset(found[nodes[at], output] for at, output in plan.cut)
-    return Pattern(plan.n, whole, kinds, ways, dict(plan.expected), plan.cheap, cut)
+    return Pattern(plan.n, whole, kinds, ways, dict(plan.expected), plan.spare, cut)
 
 
 def _refuse(plan: Plan) -> None:

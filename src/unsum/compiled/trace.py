@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from unsum import hooks
 from unsum.compiled.forms import Form
 from unsum.compiled.pattern import Leaf, Pattern, Untappable, Way, described, made
+from unsum.factors.dense import Dense
+from unsum.factors.scale import Scale
 from unsum.factors.total import Kind
 from unsum.graph.nodes import Node, below
 from unsum.plan.audit import shape_of
@@ -100,6 +102,9 @@ class _Session:
         self._taps, self._inputs = given[: trace.taps], given[trace.taps :]
         self._sums: dict[int, Tensor] = {}
         self._intake: Intake | None = None
+        self._pattern: Pattern | None = None
+        self._skipped: frozenset[str] = frozenset()  # parameters whose gradient torch need not compute
+        self._small: dict[int, list[tuple[str, Tensor]]] = {}  # gradients of scales and shifts, by their size
         self._reducers: list[Any] = []
 
     def attach(self, outputs: Sequence[Any], parameters: Sequence[Any]) -> None:
@@ -152,7 +157,9 @@ class _Session:
             n = size if n is None else n
             self._reducers.append(form.reducer(taps, [inputs.pop(0) for _ in range(form.inputs)]))
         assert n is not None
-        wants = any(isinstance(reducer, Norms) for reducer in self._reducers)
+        self._pattern = pattern
+        if any(isinstance(reducer, Norms) for reducer in self._reducers):
+            self._skipped = pattern.spare
         plan = Plan(
             n=n,
             owned={},
@@ -168,7 +175,7 @@ class _Session:
         wanted = {id(p): p for p in trace.parameters.values()}
         self._intake = Intake(
             plan, wanted, {id(p): name for name, p in trace.parameters.items()}, self._reducers,
-            keep=False, scale=None, check=False, skipped=pattern.cheap if wants else frozenset(), only=None,
+            keep=False, scale=None, check=False, skipped=self._skipped, only=None,
             deliver=self._deliver, pooled=False,
         )  # fmt: skip
         for reducer in self._reducers:
@@ -222,11 +229,23 @@ class _Session:
             self._arrive(name, way, cast(kind, self._trace.parameters[name].dtype))
 
     def _arrive(self, name: str, way: Way, kind: Kind) -> None:
-        assert self._intake is not None
-        self._intake.meet(self._trace.parameters[name], {way.meeting: None}, kind)
+        assert self._intake is not None and self._pattern is not None
+        parameter = self._trace.parameters[name]
+        alone = len(self._reducers) == 1 and isinstance(self._reducers[0], Norms) and self._pattern.expected[name] == 1
+        if not alone or not isinstance(kind, Scale | Dense):
+            self._intake.meet(parameter, {way.meeting: None}, kind)
+            return
+        each = kind.per_sample().flatten(1)  # few numbers: their squares are added up at the end, for all at once
+        self._small.setdefault(each.shape[1], []).append((name, each))
+        self._intake.pass_by(parameter)
+        if name in self._skipped:
+            self._sums[id(parameter)] = each.sum(0)
 
     def finish(self) -> tuple[Tensor | None, ...]:
         assert self._intake is not None
+        for held in self._small.values():
+            squares = torch.stack([each for _, each in held]).square().sum(2)
+            self._reducers[0].put([name for name, _ in held], squares)
         self._intake.finish()
         values: list[Tensor | None] = []
         for form, reducer, taps in zip(self._trace.forms, self._reducers, self._by_form(self._taps), strict=True):

@@ -85,7 +85,7 @@ class Factors:
     def per_sample(self) -> Tensor:
         """(n, *shape): one gradient for each sample."""
         parts = [s.times(total.dense(s.kinds)) if s.kinds else self._zeros(s.n, *self.shape) for s in self._shares]
-        return torch.cat([part.to(self.dtype) for part in parts]) if parts else self._zeros(0, *self.shape)
+        return _joined([part.to(self.dtype) for part in parts]) if parts else self._zeros(0, *self.shape)
 
     def shared(self) -> Tensor:
         """What belongs to no sample (a penalty on the weights): zeros, most often."""
@@ -202,7 +202,8 @@ class Factors:
 
     def token_sq_norms(self) -> Tensor:
         """(n, t): the squared norm of each position's part."""
-        return torch.cat(_padded([share.times(self._known(kind.token_sq_norms()), 2) for share, kind in self._alone()]))
+        squares = [share.times(self._known(kind.token_sq_norms()), 2) for share, kind in self._alone()]
+        return _joined(_padded(squares))
 
     @property
     def a(self) -> Tensor:
@@ -271,7 +272,12 @@ def sides(shape: Sequence[int], k: int) -> tuple[int, int, int] | None:
 
 @lru_cache(maxsize=512)
 def projection(
-    name: str, seed: int, k: int, rows: int, columns: int, device: torch.device | None = None
+    name: str,
+    seed: int,
+    k: int,
+    rows: int,
+    columns: int,
+    device: torch.device | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Two random matrices (k, rows) and (columns, k), scaled so that E⟨LGR, LHR⟩ = ⟨G, H⟩; the same on every device."""
     generator = torch.Generator().manual_seed((zlib.crc32(name.encode()) << 16) + seed)
@@ -287,6 +293,11 @@ def _padded(tensors: list[Tensor]) -> list[Tensor]:
         t if t.shape[1] == longest else torch.cat([t, t.new_zeros(len(t), longest - t.shape[1], *t.shape[2:])], 1)
         for t in tensors
     ]
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Samples after each other."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _short(tensor: Tensor) -> Tensor:

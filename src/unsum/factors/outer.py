@@ -82,17 +82,16 @@ class Outer:
         """(n,): by the cheapest way for the shape."""
         return self._by_sample(product.sq_norms(self.a, self.delta))
 
-    def norms_and_sum(self) -> tuple[Tensor, Tensor]:
-        """Norms, and the sum from the same product where that is the cheapest way."""
+    def norms_and_sum(self, *, in_parts: bool = False) -> tuple[Tensor, Tensor]:
+        """Norms, and the sum from the same product where that is the cheapest way. `in_parts`: squared norms may be
+        (parts, n), still to be added up."""
         way = self.way(want_sum=True)
         if way != "product" or self.groups > 1:
             return self._by_sample(product.sq_norms(self.a, self.delta, way)), self.sum()
-        sq, total = product.norms_and_sum(self.a, self.delta, want_sum=True)
+        rows, columns = (self.a, self.delta) if self.turned else (self.delta, self.a)
+        sq, total = product.norms_and_sum(columns, rows, want_sum=True, in_parts=in_parts)  # ordered as .grad is
         assert total is not None
-        placed = total.T if self.turned else total
-        return sq, placed if placed.shape == self.shape else placed.reshape(
-            self.shape
-        )  # no view: `.grad` takes it as is
+        return sq, total if total.shape == self.shape else total.reshape(self.shape)  # no view: `.grad` takes it as is
 
     @property
     def positions(self) -> int:
@@ -126,6 +125,12 @@ class Outer:
         mine, theirs = ([(k.a[g :: k.groups], k.delta[g :: k.groups]) for g in range(k.groups)] for k in (self, other))
         found = [product.dots(*one, *two) for one, two in zip(mine, theirs, strict=True)]
         return torch.stack(found).sum(0)
+
+    def of(self, shape: tuple[int, ...], dtype: torch.dtype, *, turned: bool) -> Outer:
+        """The same for a parameter of this shape, of which the matrix is a cast, or the transpose."""
+        return Outer(
+            self.a, self.delta, shape, self.turned != turned, self.groups, self.lengths, dtype, self.token_squares
+        )
 
     def times(self, factor: Tensor | float) -> Outer:
         """Every gradient multiplied by the same number."""

@@ -35,9 +35,16 @@ class Scale:
         """How many numbers are held for one sample."""
         return self.delta.numel() // max(self.n, 1) * (1 if self.x is None else 2)
 
+    @property
+    def _is_whole(self) -> bool:
+        """Whether features are the parameter as it is, as most often: nothing was broadcast but to positions."""
+        return self.over is None and self.delta.shape[2:] == self.shape
+
     @cached_property
     def _values(self) -> Tensor:
         wanted, shape = wide(self.dtype or self.delta.dtype), (self.n, *self.shape)
+        if self._is_whole:
+            return self._each().sum(1, dtype=wanted) if self.summed is None else self.summed().to(wanted)
         if self.summed is not None:
             return self.summed().to(wanted).sum_to_size(self._broadcast()).reshape(shape)
         each = self._each()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 Node = Any  # torch.autograd.graph.Node; its Python type says too little
-_Leaf = type(torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node)
 Edge = tuple[Node, int]  # a node and which of its outputs: what one tensor is
+Leaf: type = type(torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node)  # of such a node
 
 
 def edge_of(tensor: Tensor) -> Edge:
@@ -29,7 +29,7 @@ def place(root: Any) -> Edge:
 
 def is_leaf(node: Node) -> bool:
     """Whether this is where a parameter (or any other leaf) gets its gradient."""
-    return type(node) is _Leaf or bool(node.name().endswith("AccumulateGrad"))
+    return type(node) is Leaf or bool(node.name().endswith("AccumulateGrad"))
 
 
 def below(node: Node) -> list[tuple[int, Node, int]]:

@@ -21,12 +21,13 @@ class Positions:
 
     def of(self, tensor: Tensor) -> Tensor:
         """(n, t, *features), padded with zeros where samples have unequal numbers of positions."""
+        if self._rows and tensor.shape[0] == self._rows and tensor.numel():
+            # Samples after each other: one call instead of three, or none at all.
+            if self.lead == 2 and self._rows == self.n:
+                return tensor
+            return tensor.reshape(self.n, -1, *tensor.shape[self.lead :])
         if isinstance(self.layout, Regular):
             dim, block = self.layout.dim, self.layout.block
-            if (
-                dim == 0 and tensor.shape[0] == self.n * block and tensor.numel()
-            ):  # samples after each other: one call instead of three
-                return tensor.reshape(self.n, -1, *tensor.shape[self.lead :])
             apart = tensor.unflatten(dim, (-1, self.n, block)).movedim(dim + 1, 0)
             return apart.flatten(1, self.lead + 1)
         flat = tensor.flatten(0, self.lead - 1)
@@ -47,6 +48,12 @@ class Positions:
             return None
         counts = self._counts
         return None if bool((counts == counts[:1]).all()) else counts
+
+    @cached_property
+    def _rows(self) -> int:
+        """The size of the first dimension where samples follow each other along it; 0 if they do not."""
+        layout = self.layout
+        return self.n * layout.block if isinstance(layout, Regular) and layout.dim == 0 else 0
 
     @cached_property
     def rows(self) -> Tensor:

@@ -9,6 +9,8 @@ Three ways to the norms, each exact:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from math import prod
 from typing import Literal
 
@@ -19,6 +21,7 @@ from unsum.kernels import costs, fused
 from unsum.kernels.traced import hint, is_traced
 
 Way = Literal["product", "gram", "rank one"]
+RowNorms = Callable[[Tensor], Tensor]  # what `row_norms` is
 
 TILE = {"cpu": 1 << 25, "cuda": 1 << 27}  # elements of one tile of per-sample gradients
 ONE_PLACE = ([1, 1], [1, 1], [0, 0], [1, 1])  # kernel, stride, padding, dilation of a linear layer seen as windows
@@ -26,6 +29,7 @@ FEW = {"cuda": 1 << 34}  # products of numbers, up to which starting kernels is 
 ALIGNED = 128  # rows of a tile: others take slow kernels on a GPU
 
 
+@cache
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What sums are kept in: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
@@ -54,6 +58,11 @@ def squares(values: Tensor) -> Tensor:
     return torch.linalg.vector_norm(flat, dim=1, dtype=wide(flat.dtype)).square()
 
 
+def row_norms(values: Tensor) -> Tensor:
+    """(n, t) from (n, t, features), accumulated in float32 at least."""
+    return torch.linalg.vector_norm(values, dim=-1, dtype=wide(values.dtype))
+
+
 def sq_norms(a: Tensor, delta: Tensor, way: Way | None = None) -> Tensor:
     """(n,): |δᵀa|² of each sample."""
     way = way or choose(a, delta, want_sum=False)
@@ -70,8 +79,9 @@ def gram(a: Tensor, delta: Tensor, other_a: Tensor, other_delta: Tensor) -> Tens
     return torch.linalg.vecdot(right.flatten(1).to(wide(a.dtype)).conj(), left.flatten(1).to(wide(a.dtype))).real
 
 
-def norms_and_sum(a: Tensor, delta: Tensor, *, want_sum: bool) -> tuple[Tensor, Tensor | None]:
-    """The squared norms (n,) and, from the same product, the sum over samples (o, i)."""
+def norms_and_sum(a: Tensor, delta: Tensor, *, want_sum: bool, in_parts: bool = False) -> tuple[Tensor, Tensor | None]:
+    """The squared norms (n,) and, from the same product, the sum over samples (o, i). `in_parts`: squared norms may be
+    (parts, n), still to be added up."""
     (n, _, i), o = a.shape, delta.shape[-1]
     if a.device.type == "cpu" and not is_traced(a) and (some := _at_once(n, o * i)) < n:
         return (
@@ -88,7 +98,9 @@ def norms_and_sum(a: Tensor, delta: Tensor, *, want_sum: bool) -> tuple[Tensor, 
     rows = o if several * o * i <= tile else max(ALIGNED, tile // max(several * i, 1) // ALIGNED * ALIGNED)
     if rows >= o:
         each = torch.bmm(delta.mT, a)
-        return fused.norms_and_sum(each) if want_sum else (squares(each), None)
+        if not want_sum:
+            return squares(each), None
+        return fused.parts_and_sum(each) if in_parts else fused.norms_and_sum(each)
     sq = torch.zeros(n, dtype=wide(a.dtype), device=a.device)
     total = torch.empty(o, i, dtype=a.dtype, device=a.device) if want_sum else None
     for first in range(0, o, rows):

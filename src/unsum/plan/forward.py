@@ -248,8 +248,8 @@ class Forward:
         """Those of these nodes whose samples are known, and the calls that made them."""
         numbers = {number for _, number, _ in self._known}
         found: dict[Edge, Known] = {}
-        for node in nodes:
-            if node._sequence_nr() not in numbers or is_leaf(node):
+        for node in [node for node in nodes if node._sequence_nr() in numbers]:
+            if is_leaf(node):
                 continue
             for output in range(len(node._input_metadata)):
                 entry = self._known.get((node.name(), node._sequence_nr(), output))

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from unsum.errors import SamplesError
 from unsum.factors.factors import Factors, Share
+from unsum.factors.outer import Outer
 from unsum.factors.total import Kind
 from unsum.graph.nodes import Node
-from unsum.plan.plan import Meeting, Plan
+from unsum.plan.plan import Meeting, Plan, Route
 from unsum.plan.pool import Pool
 from unsum.plan.together import Together
 from unsum.plan.unchanged import Held, refuse_changed, versions
@@ -41,7 +42,7 @@ class Intake:
         self.n = plan.n
         self.kinds: dict[int, list[Kind]] = {}  # by the id of the parameter
         self.nobodys: dict[int, Tensor] = {}
-        self.meetings: dict[int, dict[Meeting, None]] = {}
+        self.meetings: dict[int, Mapping[Meeting, None]] = {}
         self._unknown: dict[str, None] = {}
         self._plan, self._wanted, self._names = plan, wanted, names
         self._reducers, self._keep, self._scale, self._check = reducers, keep, scale, check
@@ -49,13 +50,11 @@ class Intake:
         self._skipped, self._only, self._deliver = skipped, only, deliver
         self.versions: dict[int, Held] = {}  # of the tensors that are held, as they came
         self._pool: Pool | None = None
-        if (
-            len(reducers) == 1
-            and isinstance(norms := reducers[0], Norms | WeightedSum)
-            and pooled
-            and not (keep or check)
-        ):
-            self._pool = Pool(lambda name, sq: norms.put(name, self._scaled(sq)), deliver)
+        norms = reducers[0] if len(reducers) == 1 and pooled and not (keep or check) else None
+        if isinstance(norms, Norms | WeightedSum):
+            self._pool = Pool(lambda names, sq: norms.put(names, self._scaled(sq)), deliver)
+        self._summing = [r for r in reducers if isinstance(r, WeightedSum)]
+        self._alone = self._find_alone()
         self._together: Together | None = None
         self._came: dict[int, int] = {}
         self._done: set[int] = set()
@@ -70,10 +69,12 @@ class Intake:
         if not all(norms.wants_norms_alone(name) for name in keys if name in plan.expected):
             return ()
 
-        def put(name: str, meeting: Meeting, sq: Tensor) -> None:
-            self._done.add(keys[name])
-            self.meetings[keys[name]] = {meeting: None}
-            norms.put(name, self._scaled(sq))
+        def put(routes: Sequence[Route], sq: Tensor) -> None:
+            names = [str(route.parameter) for route in routes]
+            met = {keys[name]: route.met for name, route in zip(names, routes, strict=True)}
+            self._done |= met.keys()
+            self.meetings |= met
+            norms.put(names, self._scaled(sq))
 
         parameters = {name: self._wanted[key] for name, key in keys.items()}
         self._together = Together(plan, nodes, parameters, self._skipped, put, self._deliver)
@@ -87,18 +88,27 @@ class Intake:
     def meet(self, parameter: Tensor, meetings: Mapping[Meeting, None], kind: Kind) -> None:
         """The samples' gradients of a parameter, from these meetings."""
         key = id(parameter)
-        if key not in self._names or (self._only is not None and key not in self._only):
+        if key in self._alone:
+            self._done.add(key)
+            self.meetings[key] = meetings
+            if self._pool is not None and self._wants_norms_alone(key):
+                self._norms_of(key, kind, self._pool)
+            else:
+                self._hand_over(key, [kind], versions(kind) if self._summing else [])
             return
-        if self._is_alone(key):
-            self._norms_of(key, meetings, kind)
+        if key not in self._names or (self._only is not None and key not in self._only):
             return
         self.kinds.setdefault(key, []).append(kind)
         self.versions.setdefault(key, []).extend(versions(kind))
-        self.meetings.setdefault(key, {}).update(meetings)
+        self.meetings[key] = {**self.meetings.get(key, {}), **meetings}
         self._came[key] = self._came.get(key, 0) + 1
         name = self._names[key]
         if name not in self._plan.late and self._came[key] == self._plan.expected.get(name):
             self._complete(key)
+
+    def pass_by(self, parameter: Tensor) -> None:
+        """What was wanted of a parameter was had elsewhere."""
+        self._done.add(id(parameter))
 
     def shared(self, parameter: Tensor, value: Tensor) -> None:
         """Nobody's part of a parameter's gradient."""
@@ -138,61 +148,69 @@ class Intake:
         parts += [self.nobodys[key]] if key in self.nobodys else []
         return sum(parts[1:], parts[0]) if parts else None
 
-    def _is_alone(self, key: int) -> bool:
-        """Whether norms are all that is wanted of a parameter, and its factors come once."""
-        name = self._names[key]
-        if self._pool is None or self._plan.expected.get(name) != 1 or name in self._plan.late:
-            return False
-        norms = self._reducers[0]
-        return isinstance(norms, Norms | WeightedSum) and norms.wants_norms_alone(name)
+    def _find_alone(self) -> frozenset[int]:
+        """The parameters whose factors come once, and are not held."""
+        if self._keep or self._check:
+            return frozenset()
+        alone = self._plan.alone
+        wanted = [key for key, name in self._names.items() if name in alone]
+        return frozenset(key for key in wanted if self._only is None or key in self._only)
 
-    def _norms_of(self, key: int, meetings: Mapping[Meeting, None], kind: Kind) -> None:
-        """The short way: nothing is held."""
+    def _wants_norms_alone(self, key: int) -> bool:
+        norms = self._reducers[0]
+        return isinstance(norms, Norms) or (
+            isinstance(norms, WeightedSum) and norms.wants_norms_alone(self._names[key])
+        )
+
+    def _norms_of(self, key: int, kind: Kind, pool: Pool) -> None:
+        """Norms are all that is wanted."""
         name, parameter, norms = self._names[key], self._wanted[key], self._reducers[0]
-        assert self._pool is not None and isinstance(norms, Norms | WeightedSum)
-        self._done.add(key)
-        self.meetings[key] = dict(meetings)
+        assert isinstance(norms, Norms | WeightedSum)
         wants_sum = name in self._skipped
-        if self._pool.add(name, parameter, kind, wants_sum=wants_sum):
+        if pool.add(name, parameter, kind, wants_sum=wants_sum):
             return
         if wants_sum:
-            sq, summed = kind.norms_and_sum()
+            sq, summed = kind.norms_and_sum(in_parts=True) if isinstance(kind, Outer) else kind.norms_and_sum()
             self._deliver([parameter], [summed])
         else:
             sq = kind.sq_norms()
-        norms.put(name, self._scaled(sq))
+        norms.put((name,), self._scaled(sq))
 
     def _scaled(self, sq_norms: Tensor) -> Tensor:
         return sq_norms if self._scale is None else sq_norms * self._scale**2
 
     def _complete(self, key: int) -> None:
         self._done.add(key)
-        name, parameter = self._names[key], self._wanted[key]
-        refuse_changed(name, self.versions[key])
-        share = Share(self.n, self.kinds[key], self._scale, self.versions[key])
-        factors = formed = Factors(name, parameter, [share], is_over=False)
-        summing = [r for r in self._reducers if isinstance(r, WeightedSum)]
-        if name in self._skipped:
-            if any(reducer.forms(name) for reducer in summing):
-                formed = factors.formed(want_sum=True)  # norms and sum come with it
-            summed = factors.norms_and_sum()[1]
-            self._deliver([parameter], [summed if self._scale is None else summed / self._scale])
-        for reducer in summing:  # first: where they form gradients, norms come with it
-            reducer.take(name, formed if reducer.forms(name) else factors)
-        for other in self._reducers:
-            if not isinstance(other, WeightedSum):
-                other.take(name, factors)
+        refuse_changed(self._names[key], self.versions[key])
+        self._hand_over(key, self.kinds[key], self.versions[key])
         if not self._keep:
             if self._check:
                 self._sums[key] = sum(kind.sum() for kind in self.kinds[key])  # type: ignore[assignment]
             del self.kinds[key], self.versions[key]
 
+    def _hand_over(self, key: int, kinds: list[Kind], held: Held) -> None:
+        """All factors of a parameter, to the reducers."""
+        name, parameter = self._names[key], self._wanted[key]
+        factors = formed = Factors(name, parameter, [Share(self.n, kinds, self._scale, held)], is_over=False)
+        if name in self._skipped:
+            if any(reducer.forms(name) for reducer in self._summing):
+                formed = factors.formed(want_sum=True)  # norms and sum come with it
+            summed = factors.norms_and_sum()[1]
+            self._deliver([parameter], [summed if self._scale is None else summed / self._scale])
+        for reducer in self._summing:  # first: where they form gradients, norms come with it
+            reducer.take(name, formed if reducer.forms(name) else factors)
+        for other in self._reducers:
+            if not isinstance(other, WeightedSum):
+                other.take(name, factors)
+
 
 def is_listened(parameter: nn.Parameter) -> bool:
-    """Whether somebody waits for a parameter's gradient: hooks of the user's, or a process group (whose hooks cannot be
-    seen from here). Such a gradient is left to torch."""
-    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-        return True
+    """Whether hooks of the user's wait for a parameter's gradient, which is then left to torch."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def listens_to_all() -> bool:
+    """Whether a process group may wait for gradients: its hooks cannot be seen from here."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -204,7 +222,7 @@ def accumulate(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> 
         if parameter.grad is not None:
             sums[0].append(parameter.grad)
             sums[1].append(value)
-        elif value.dtype == parameter.dtype and value.stride() == parameter.stride() and not value._is_view():
+        elif not value._is_view() and value.dtype == parameter.dtype and value.stride() == parameter.stride():
             parameter.grad = value
         else:
             parameter.grad = torch.empty_like(parameter, requires_grad=False)

@@ -18,14 +18,18 @@ _plans: weakref.WeakKeyDictionary[nn.Module, OrderedDict[Hashable, Plan]] = weak
 _forwards: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Seen]] = weakref.WeakKeyDictionary()
 
 
-def recall(model: nn.Module, key: Hashable, nodes: Sequence[Node]) -> Plan | None:
-    """The plan of a graph that was learnt before, by any block."""
-    plans = _plans.get(model, OrderedDict())
-    plan = plans.get(key)
-    fitted = None if plan is None else plan.fitted(nodes)
-    if fitted is not None:
-        plans.move_to_end(key)
-    return fitted
+def recall(model: nn.Module, key: Hashable, found: Sequence[Node]) -> tuple[Plan, list[Node]] | None:
+    """The plan of a graph that was learnt before, by any block, and the graph's nodes in the order of the plan."""
+    plans = _plans.get(model)
+    plan = None if plans is None else plans.get(key)
+    if plans is None or plan is None:
+        return None
+    nodes = [found[k] for k in plan.order]
+    fitted = plan.fitted(nodes)
+    if fitted is None:
+        return None
+    plans.move_to_end(key)
+    return fitted, nodes
 
 
 def remember(model: nn.Module, key: Hashable, plan: Plan) -> None:

@@ -3,14 +3,15 @@ holds no graph and fits every later graph with the same signature."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from unsum.graph.layout import Layout
+from unsum.graph.layout import UNSEEN, Layout, Mapped, Regular
 from unsum.graph.nodes import Node
 from unsum.graph.owners import Owners
 from unsum.graph.positions import Positions
@@ -20,6 +21,7 @@ from unsum.rules.registry import Rule
 
 if TYPE_CHECKING:
     from unsum.plan.moves import Moves
+    from unsum.plan.together import Team
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,11 @@ class Route:
     meeting: Meeting
     parameter: str | None  # None if the way has to be followed node by node
     turned: bool = False  # whether the tensor at the edge is the parameter transposed
+
+    @cached_property
+    def met(self) -> dict[Meeting, None]:
+        """The meeting, as those of a parameter are held."""
+        return {self.meeting: None}
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class Plan:
     nobodys: tuple[int, ...]  # what joins a parameter to the loss without any data
     hidden: dict[int, list[Owners]] = field(default_factory=dict)  # nodes that run backwards of their own
     routes: dict[int, tuple[Route, ...]] = field(default_factory=dict)  # audited rules, by place
-    together: dict[int, Hashable] = field(default_factory=dict)  # meetings of one shape have the same key
+    together: dict[int, Team] = field(default_factory=dict)  # meetings that have others of their shape
     expected: dict[str, int] = field(default_factory=dict)  # how often factors come to a parameter
     sizes: dict[str, Size] = field(default_factory=dict)  # of these: what holding their gradients takes
     late: frozenset[str] = frozenset()  # parameters to which gradients come formed, when the backward is over
@@ -80,6 +87,33 @@ class Plan:
     indices: tuple[Indices, ...] = ()  # if these are the same
     moves: Moves | None = None  # rows that other batches send elsewhere
     tried: set[Meeting] = field(default_factory=set)  # the first of each team, once it was compared with itself alone
+    order: tuple[int, ...] = ()  # which of the nodes of a survey is at each place
+
+    @cached_property
+    def doubts(self) -> bool:
+        """Whether there are positions of which the sweep has not seen whose they are."""
+        return any(
+            isinstance(layout, Mapped) and bool((layout.map == UNSEEN).any())
+            for owners in self.owned.values()
+            for layout in owners
+        )
+
+    @cached_property
+    def alone(self) -> frozenset[str]:
+        """The parameters to which factors come just once, and nothing else."""
+        return frozenset(name for name, times in self.expected.items() if times == 1 and name not in self.late)
+
+    @cached_property
+    def ruled(self) -> dict[int, tuple[Route, ...]]:
+        """The meetings that rules alone serve, each straight to a parameter, and how."""
+        found: dict[int, tuple[Route, ...]] = {}
+        for place, owners in self.owned.items():
+            edges = set(self.edges[place])
+            wanted = tuple(route for route in self.routes.get(place, ()) if route.edge in edges)
+            straight = {route.edge for route in wanted if route.parameter is not None}
+            if isinstance(owners[0], Regular) and straight == edges:
+                found[place] = wanted
+        return found
 
     def fitted(self, nodes: Sequence[Node]) -> Plan | None:
         """The plan for a graph of this signature; None if owners went by other indices then."""

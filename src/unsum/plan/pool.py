@@ -4,7 +4,7 @@ there are many of one shape, and are reduced by one product for all. What waits 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -14,76 +14,87 @@ from unsum.factors.outer import Outer
 from unsum.factors.scale import Scale
 from unsum.factors.total import Kind
 from unsum.kernels import product
-from unsum.plan.unchanged import Held, refuse_changed, versions
+from unsum.plan.unchanged import Held, refuse_changed, versions_of
 
 # Numbers in the factors of one layer, up to which it waits; and in all that wait.
 SMALL = {"cpu": 1 << 16, "cuda": 1 << 23}
 BOUND = {"cpu": 1 << 22, "cuda": 1 << 27}
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    name: str
-    parameter: nn.Parameter
-    kind: Outer | Dense
+@dataclass
+class _Group:
+    """Layers of one shape that wait, in columns: nothing is made for each of them but what is held."""
+
+    like: Outer | None  # one of them; None where gradients are formed
     wants_sum: bool
-    held: Held
+    names: list[str] = field(default_factory=list)
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)  # (n, *shape), or `a` of an outer product
+    deltas: list[Tensor] = field(default_factory=list)  # of outer products
+    held: list[Held] = field(default_factory=list)
+
+    def joined(self) -> Outer | Dense:
+        """As one layer with more samples."""
+        if self.like is None:
+            return Dense(torch.cat(self.values))
+        return replace(self.like, a=torch.cat(self.values), delta=torch.cat(self.deltas))
 
 
 class Pool:
-    """Factors that wait for others of their shape. `put` gets squared norms, `deliver` the sums over samples."""
+    """Factors that wait for others of their shape. `put` gets names and squared norms, `deliver` the sums over
+    samples."""
 
     def __init__(
         self,
-        put: Callable[[str, Tensor], None],
+        put: Callable[[Sequence[str], Tensor], None],
         deliver: Callable[[Sequence[nn.Parameter], Sequence[Tensor]], None],
     ) -> None:
         self._put, self._deliver = put, deliver
-        self._waiting: dict[Hashable, list[_Waiting]] = {}
+        self._waiting: dict[Hashable, _Group] = {}
         self._held = 0
 
     def add(self, name: str, parameter: nn.Parameter, kind: Kind, *, wants_sum: bool) -> bool:
         """Whether this one waits; False if it is too large to, or of a kind that cannot."""
-        device = parameter.device.type
-        if isinstance(kind, Scale):
-            kind = kind.formed()
-        if not isinstance(kind, Outer | Dense) or (isinstance(kind, Outer) and kind.groups > 1):
-            return False
-        size = kind.numel() * kind.n
-        if size > SMALL.get(device, 0):
-            return False
-        if isinstance(kind, Outer):
-            of_kind: Hashable = (kind.a.shape, kind.delta.shape, kind.turned, kind.a.dtype, kind.delta.dtype)
+        outer: Outer | None = None
+        if isinstance(kind, Outer) and kind.groups == 1:
+            outer, values = kind, kind.a
+            size = values.numel() + kind.delta.numel()
+        elif isinstance(kind, Scale | Dense):
+            values = kind.per_sample()
+            size = values.numel()
         else:
-            of_kind = (kind.values.shape, kind.values.dtype)
-        key = (of_kind, wants_sum, parameter.device)
-        self._waiting.setdefault(key, []).append(_Waiting(name, parameter, kind, wants_sum, versions(kind)))
+            return False
+        device = values.device
+        if size > SMALL.get(device.type, 0):
+            return False
+        key: Hashable = (values.shape, values.dtype, wants_sum, device)
+        if outer is not None:
+            key = (key, outer.delta.shape, outer.delta.dtype, outer.turned)
+        group = self._waiting.get(key)
+        if group is None:
+            group = self._waiting[key] = _Group(outer, wants_sum)
+        group.names.append(name)
+        group.parameters.append(parameter)
+        group.values.append(values)
+        if outer is not None:
+            group.deltas.append(outer.delta)
+            group.held.append(versions_of(values, outer.delta))
         self._held += size
-        if self._held > BOUND.get(device, 0):
+        if self._held > BOUND.get(device.type, 0):
             self.flush()
         return True
 
     def flush(self) -> None:
         """Reduce what waits."""
         for group in self._waiting.values():
-            for waiting in group:
-                refuse_changed(waiting.name, waiting.held)
-            sq, sums = reduced(_joined([each.kind for each in group]), len(group), wants_sum=group[0].wants_sum)
-            for waiting, values in zip(group, sq.unbind(), strict=True):
-                self._put(waiting.name, values)
+            for name, held in zip(group.names, group.held, strict=False):  # what is formed is nobody else's
+                refuse_changed(name, held)
+            sq, sums = reduced(group.joined(), len(group.names), wants_sum=group.wants_sum)
+            self._put(group.names, sq)
             if sums is not None:
-                self._deliver([waiting.parameter for waiting in group], sums.unbind())
+                self._deliver(group.parameters, sums.unbind())
         self._waiting.clear()
         self._held = 0
-
-
-def _joined(kinds: Sequence[Outer | Dense]) -> Outer | Dense:
-    """Layers of one shape, as one with more samples."""
-    first = kinds[0]
-    if isinstance(first, Dense):
-        return Dense(torch.cat([kind.values for kind in kinds]))  # type: ignore[union-attr]
-    a, delta = (torch.cat([getattr(kind, name) for kind in kinds]) for name in ("a", "delta"))
-    return replace(first, a=a, delta=delta, token_squares=None)
 
 
 def reduced(kind: Kind, layers: int, *, wants_sum: bool) -> tuple[Tensor, Tensor | None]:

@@ -23,7 +23,7 @@ from unsum.factors.outer import Outer
 from unsum.factors.scale import Scale
 from unsum.factors.total import Kind
 from unsum.graph.codes import TOLERANCE
-from unsum.graph.layout import NOBODY, UNSEEN, Layout, Mapped, Regular
+from unsum.graph.layout import NOBODY, UNSEEN, Regular
 from unsum.graph.nodes import Node, below, is_leaf
 from unsum.graph.replay import Grads, replay
 from unsum.kernels.product import wide
@@ -76,7 +76,7 @@ class Run:
         self._formed: dict[int, tuple[Tensor, Tensor, dict[Meeting, None]]] = {}  # parameter, gradients, from where
         self._handles: list[hooks.Handle] = []
         self._largest = 0.0  # gradient so far, where some positions were not seen: beside it, others are rounding
-        self._doubts = any(_has_unseen(layout) for owners in plan.owned.values() for layout in owners)
+        self._doubts = plan.doubts
 
     def attach(self) -> None:
         """Wait at the nodes that matter."""
@@ -84,8 +84,9 @@ class Run:
             self._handles.append(hooks.on_node(node, lambda grads: hooks.watch(self._setting.sides)))
             self._handles.append(hooks.after_node(node, lambda results, grads: hooks.unwatch(self._setting.sides)))
         waiting = () if self._doubts else self._to.gather(self.plan, self._nodes)
+        ruled: Container[int] = () if self._doubts else self.plan.ruled
         for place in self.plan.owned:
-            then = self._waiting if place in waiting else self._owned
+            then = self._waiting if place in waiting else self._ruled if place in ruled else self._owned
             self._handles.append(hooks.on_node(self._nodes[place], partial(then, place)))
         for places, then in (
             (self.plan.streamed, self._passed), (self.plan.nobodys, self._nobodys)
@@ -111,8 +112,24 @@ class Run:
 
     def _waiting(self, place: int, grads: Grads) -> None:
         delta = grads[0]
-        if delta is None or any(grad is not None for grad in grads[1:]) or not self._to.wait(place, delta):
+        if delta is None or any([grad is not None for grad in grads[1:]]) or not self._to.wait(place, delta):  # noqa: C419
+            (self._ruled if place in self.plan.ruled else self._owned)(place, grads)
+
+    def _ruled(self, place: int, grads: Grads) -> None:
+        """The short way, where rules lead straight to parameters and nothing is in doubt."""
+        delta = grads[0]
+        if delta is None or not delta.numel() or any([grad is not None for grad in grads[1:]]):  # noqa: C419
             self._owned(place, grads)
+            return
+        node, memo, meet = self._nodes[place], {}, self._to.meet  # type: ignore[var-annotated]
+        for route in self.plan.ruled[place]:
+            kind = route.rule.make(Call(node, delta, route.by, route.shape, False, memo))
+            if kind is None:
+                self._replay(place, grads, [route.edge])
+                continue
+            parameter = self._parameters.get(route.parameter)  # type: ignore[arg-type]
+            if parameter is not None:
+                meet(parameter, route.met, finished(kind, parameter, turned=route.turned))
 
     def _owned(self, place: int, grads: Grads) -> None:
         node, owners = self._nodes[place], self.plan.owned[place]
@@ -129,7 +146,8 @@ class Run:
         delta = grads[0]
         if delta is not None and all(grad is None for grad in grads[1:]):
             memo: dict[str, Any] = {}
-            done = [route.edge for route in self.plan.routes.get(place, ()) if self._apply(route, node, delta, memo)]
+            wanted = [route for route in self.plan.routes.get(place, ()) if route.edge in self.plan.edges[place]]
+            done = [route.edge for route in wanted if self._apply(route, node, delta, memo)]
         if rest := [edge for edge in self.plan.edges[place] if edge not in done]:
             self._replay(place, grads, rest)
 
@@ -144,7 +162,7 @@ class Run:
         if route.parameter is not None:
             parameter = self._parameters.get(route.parameter)
             if parameter is not None:
-                self._to.meet(parameter, {route.meeting: None}, finished(kind, parameter, turned=route.turned))
+                self._to.meet(parameter, route.met, finished(kind, parameter, turned=route.turned))
             return True
         child, output = node.next_functions[route.edge]
         self._follow(kind, child, output, route.meeting)
@@ -223,10 +241,6 @@ class Run:
         _, values, known = self._formed[id(parameter)]
         known.update(origins)
         values[sample] += value
-
-
-def _has_unseen(layout: Layout | None) -> bool:
-    return isinstance(layout, Mapped) and bool((layout.map == UNSEEN).any())
 
 
 def _is_unseen(owner: Tensor, grad: Tensor, largest: float) -> bool:

@@ -1,39 +1,76 @@
 """Is this the graph that was learnt? Names, edges, shapes, everything that nodes have saved which is no tensor (a
-roll's shift, a select's index), and the parameters by name."""
+roll's shift, a select's index), and the parameters by name: read in one walk, in every step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from unsum.graph.nodes import Node, is_leaf
+from unsum.graph.nodes import Leaf, Node
 
 Signature = tuple[Hashable, ...]
 
 _readers: dict[type, Callable[[Node], Hashable]] = {}  # what nodes of each kind save beside tensors
 
 
-def signature(nodes: Sequence[Node], names: Mapping[int, str]) -> Signature:
-    """Of a graph whose nodes are in order."""
-    place: dict[Node | None, int | None] = {node: k for k, node in enumerate(nodes)}
-    place[None] = None
-    found: list[Hashable] = []
-    for node in nodes:  # a thousand nodes or more, in every step: no calls that can be spared
-        if is_leaf(node):
+@dataclass(frozen=True, eq=False)
+class Survey:
+    """A graph as it is found from its roots down."""
+
+    nodes: list[Node]  # level by level: the order follows from the edges alone
+    at: dict[Node | None, Any]  # where each is in that order
+    leaves: list[Tensor]  # that get a gradient
+    signature: Signature
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a plan is remembered by. Its hash leaves the signature out, which is long and compared in any case."""
+
+    signature: Signature
+    cut: Hashable
+    roots: Hashable
+    exact: bool
+
+    def __hash__(self) -> int:
+        return hash((len(self.signature), self.cut, self.roots, self.exact))
+
+
+def survey(roots: Iterable[Node], names: Mapping[int, str]) -> Survey:
+    """Walk the graph. Two graphs have the same signature only if they are alike, node by node.
+
+    The signature is flat, since a thousand tuples in every step cost more than what is in them: of a node its kind and
+    what it has saved, then pairs of whole numbers for edges, then pairs of shape and dtype; of a parameter its name."""
+    nodes: list[Node] = list(dict.fromkeys(roots))
+    at: dict[Node | None, Any] = {node: k for k, node in enumerate(nodes)}
+    at[None] = None
+    leaves: list[Tensor] = []
+    found: list[Any] = []
+    for node in nodes:  # which grows meanwhile
+        kind = type(node)
+        if kind is Leaf:
             leaf = node.variable
-            found.append(names.get(id(leaf)) or (tuple(leaf.shape), leaf.dtype))
+            leaves.append(leaf)
+            found.append(names.get(id(leaf)) or (leaf.shape, leaf.dtype))
             continue
-        found.append(
-            (
-                plain(node),
-                tuple([(place[child], output) for child, output in node.next_functions]),
-                tuple([(tuple(meta.shape), meta.dtype) for meta in node._input_metadata]),
-            )
-        )
-    return tuple(found)
+        read = _readers.get(kind)
+        if read is None:
+            read = _readers[kind] = _reader(node)
+        found.append(kind)
+        found.append(read(node))
+        for child, output in node.next_functions:
+            if child not in at:
+                at[child] = len(nodes)
+                nodes.append(child)
+            found += (at[child], output)
+        for meta in node._input_metadata:
+            found += (tuple(meta.shape), meta.dtype)
+    return Survey(nodes, at, leaves, tuple(found))
 
 
 def plain(node: Node) -> Hashable:

@@ -4,9 +4,9 @@ as if they were one layer with more samples. What waits is bounded."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -17,32 +17,50 @@ from unsum.factors.total import Kind
 from unsum.graph.layout import Regular
 from unsum.graph.nodes import Node, below, is_leaf
 from unsum.graph.positions import Positions
-from unsum.plan.plan import Meeting, Plan, Route
+from unsum.plan.plan import Plan, Route
 from unsum.plan.pool import BOUND, SMALL, reduced
 from unsum.plan.signature import plain
-from unsum.plan.unchanged import Held, refuse_changed, versions_of
+from unsum.plan.unchanged import refuse_changed
 from unsum.rules.follow import finished
 from unsum.rules.registry import Call
 
 
+@dataclass(frozen=True, eq=False)
+class Team:
+    """Meetings of one shape, known when the graph is learnt."""
+
+    routes: Sequence[Route]  # of the first of them
+    reads: tuple[str, ...]  # the saved tensors that the rules read
+    numel: int  # of δ
+    places: tuple[int, ...]
+    parameters: frozenset[str]
+
+
 def teams(
     nodes: Sequence[Node], routes: Mapping[int, Sequence[Route]], mixed: set[Node], alone: set[str]
-) -> dict[int, Hashable]:
-    """Which meetings are of one shape: those with the same key. `alone`: parameters that are met just once."""
-    keys: dict[int, Hashable] = {}
+) -> dict[int, Team]:
+    """The meetings that have others of their shape. `alone`: parameters that are met just once."""
+    alike: dict[Hashable, list[int]] = {}
     for place, there in routes.items():
         node = nodes[place]
         leading = [edge for edge, child, _ in below(node) if is_leaf(child) or child in mixed]
         if sorted(leading) == sorted(route.edge for route in there) and all(_fits(r, node, alone) for r in there):
-            layout = there[0].by.layout
-            keys[place] = (
+            key = (
                 plain(node),
-                layout,
+                there[0].by.layout,
                 node._input_metadata[0].dtype,
                 tuple((r.rule.name, r.edge, r.shape, r.turned, r.by.lead) for r in there),
             )
-    count = Counter(keys.values())
-    return {place: key for place, key in keys.items() if count[key] > 1}
+            alike.setdefault(key, []).append(place)
+    found: dict[int, Team] = {}
+    for places in alike.values():
+        first = routes[places[0]]
+        reads = dict.fromkeys(f"_saved_{name}" for route in first for name in route.rule.rows or ())
+        names = frozenset(str(route.parameter) for place in places for route in routes[place])
+        team = Team(first, tuple(reads), prod(first[0].by.layout.shape), tuple(places), names)
+        if len(places) > 1:
+            found |= dict.fromkeys(places, team)
+    return found
 
 
 def _fits(route: Route, node: Node, alone: set[str]) -> bool:
@@ -52,27 +70,20 @@ def _fits(route: Route, node: Node, alone: set[str]) -> bool:
     return layout.dim == 0 and layout.n * layout.block == layout.shape[0]
 
 
-@dataclass(frozen=True)
-class _Left:
-    """What a meeting has left."""
-
-    place: int
-    delta: Tensor
-    saved: list[Tensor]
-    held: Held  # δ, as it came
-
-
 @dataclass
-class _Team:
-    routes: Sequence[Route]  # of the first place
-    names: list[str]  # of the saved tensors that the rules read
-    size: int  # how many meetings
-    left: list[_Left] = field(default_factory=list)
+class _Left:
+    """What the meetings of a team have left, in columns: no object is made for each of them."""
+
+    size: int  # how many will come
+    places: list[int] = field(default_factory=list)
+    tensors: list[tuple[Tensor, ...]] = field(default_factory=list)  # δ and what was saved, of each
+    versions: list[int | None] = field(default_factory=list)  # of δ, as it came
+    numel: int = 0
 
 
 class Together:
-    """The meetings of a plan that wait for others of their shape, in one backward. `put` gets the name of a parameter,
-    its meeting and its squared norms; `deliver` parameters and the sums over samples."""
+    """The meetings of a plan that wait for others of their shape, in one backward. `put` gets the ways to
+    parameters and their squared norms; `deliver` parameters and the sums over samples."""
 
     def __init__(
         self,
@@ -80,86 +91,97 @@ class Together:
         nodes: Sequence[Node],
         parameters: Mapping[str, nn.Parameter],
         skipped: frozenset[str],
-        put: Callable[[str, Meeting, Tensor], None],
+        put: Callable[[Sequence[Route], Tensor], None],
         deliver: Callable[[Sequence[nn.Parameter], Sequence[Tensor]], None],
     ) -> None:
         self._plan, self._nodes, self._parameters = plan, nodes, parameters
         self._skipped, self._put, self._deliver = skipped, put, deliver
-        self._teams: dict[Hashable, _Team] = {}
-        self.waits: dict[int, _Team] = {}
-        for place, key in plan.together.items():
-            routes = plan.routes[place]
-            if all(route.parameter in parameters for route in routes):
-                names = dict.fromkeys(f"_saved_{name}" for route in routes for name in route.rule.rows or ())
-                team = self._teams.setdefault(key, _Team(routes, list(names), 0))
-                team.size += 1
-                self.waits[place] = team
+        self._left: dict[Team, _Left] = {}
+        self.waits: dict[int, Team] = {}
+        device = next((p.device.type for p in parameters.values()), "")
+        for team in dict.fromkeys(plan.together.values()):
+            if team.numel > SMALL.get(device, 0):
+                continue
+            places = team.places
+            if not parameters.keys() >= team.parameters:
+                places = tuple(p for p in places if all(r.parameter in parameters for r in plan.routes[p]))
+            self._left[team] = _Left(len(places))
+            self.waits |= dict.fromkeys(places, team)
         self._held = 0
 
     def add(self, place: int, delta: Tensor) -> bool:
         """Whether this meeting waits; False if it is too large to."""
         team, node = self.waits[place], self._nodes[place]
-        saved = [getattr(node, name) for name in team.names]
-        if any(tensor is None or tensor.shape[:1] != delta.shape[:1] for tensor in saved):
-            return False
-        size = delta.numel() + sum([tensor.numel() for tensor in saved])
+        tensors, size = [delta], delta.numel()
+        for name in team.reads:
+            saved = getattr(node, name)
+            if saved is None or saved.shape[:1] != delta.shape[:1]:
+                return False
+            tensors.append(saved)
+            size += saved.numel()
         device = delta.device.type
         if size > SMALL.get(device, 0):
             return False
-        team.left.append(_Left(place, delta, saved, versions_of(delta)))
+        left = self._left[team]
+        left.places.append(place)
+        left.tensors.append(tuple(tensors))
+        left.versions.append(None if delta.is_inference() else delta._version)
+        left.numel += size
         self._held += size
         if self._held > BOUND.get(device, 0):
             self.flush()
-        elif len(team.left) == team.size:
+        elif len(left.places) == left.size:
             self._reduce(team)
         return True
 
     def flush(self) -> None:
         """Reduce what waits."""
-        for team in self._teams.values():
+        for team in self._left:
             self._reduce(team)
-        self._held = 0
 
-    def _reduce(self, team: _Team) -> None:
-        left, team.left = team.left, []
-        kinds: dict[Hashable, list[_Left]] = {}
-        for each in left:  # of one dtype and on one device
-            refuse_changed(str(self._plan.routes[each.place][0].parameter), each.held)
-            kinds.setdefault(tuple([(t.dtype, t.device) for t in (each.delta, *each.saved)]), []).append(each)
+    def _reduce(self, team: Team) -> None:
+        left = self._left[team]
+        self._left[team] = _Left(left.size)
+        self._held -= left.numel
+        kinds: dict[Hashable, list[int]] = {}  # of one dtype and on one device
+        for k, (tensors, version) in enumerate(zip(left.tensors, left.versions, strict=True)):
+            if version is not None and tensors[0]._version != version:
+                refuse_changed(str(self._plan.routes[left.places[k]][0].parameter), [(tensors[0], version)])
+            kinds.setdefault(tuple([(t.dtype, t.device) for t in tensors]), []).append(k)
         for same in kinds.values():
-            self._held -= sum([each.delta.numel() + sum([t.numel() for t in each.saved]) for each in same])
-            self._apply(team, same)
+            self._apply(team, [left.places[k] for k in same], [left.tensors[k] for k in same])
 
-    def _apply(self, team: _Team, left: list[_Left]) -> None:
-        stacked = self._stack(team, left)
+    def _apply(self, team: Team, places: Sequence[int], tensors: Sequence[tuple[Tensor, ...]]) -> None:
+        stacked = self._stack(team, places, tensors)
         for k, route in enumerate(team.routes):
-            own = [self._plan.routes[each.place][k] for each in left]
+            own = [self._plan.routes[place][k] for place in places]
             names = [str(route.parameter) for route in own]
             parameters = [self._parameters[name] for name in names]
             wanted = [name in self._skipped for name in names]
-            kind = finished(_made(route, stacked, len(left)), parameters[0], turned=route.turned)
-            sq, sums = reduced(kind, len(left), wants_sum=any(wanted))
+            kind = finished(_made(route, stacked, len(places)), parameters[0], turned=route.turned)
+            sq, sums = reduced(kind, len(places), wants_sum=any(wanted))
             if route.meeting not in self._plan.tried:
-                self._try(team, route, left, sq[-1])
-            for name, each, values in zip(names, own, sq.unbind(), strict=True):
-                self._put(name, each.meeting, values)
-            if sums is not None:
+                self._try(route, self._stack(team, places[-1:], tensors[-1:]), sq[-1])
+            self._put(own, sq)
+            if sums is not None and all(wanted):
+                self._deliver(parameters, sums.unbind())
+            elif sums is not None:
                 given = [(p, s) for p, s, w in zip(parameters, sums.unbind(), wanted, strict=True) if w]
                 self._deliver([p for p, _ in given], [s for _, s in given])
 
-    def _stack(self, team: _Team, left: Sequence[_Left]) -> Call:
+    def _stack(self, team: Team, places: Sequence[int], tensors: Sequence[tuple[Tensor, ...]]) -> Call:
         """These meetings as one."""
-        delta = torch.cat([each.delta for each in left])
-        saved = {name: torch.cat([each.saved[k] for each in left]).detach() for k, name in enumerate(team.names)}
+        delta, *saved = (torch.cat(column) for column in zip(*tensors, strict=True))
+        named = {name: column.detach() for name, column in zip(team.reads, saved, strict=True)}
         first = team.routes[0]
-        return Call(_Stacked(self._nodes[left[0].place], saved), delta, first.by, first.shape)
+        return Call(_Stacked(self._nodes[places[0]], named), delta, first.by, first.shape)
 
-    def _try(self, team: _Team, route: Route, left: Sequence[_Left], found: Tensor) -> None:
+    def _try(self, route: Route, alone: Call, found: Tensor) -> None:
         """The first time, compare with the last meeting by itself."""
         self._plan.tried.add(route.meeting)
-        alone = _made(route, self._stack(team, left[-1:]), 1).sq_norms()
-        loose = 1e-6 if alone.dtype == torch.float64 else 5e-2
-        if not bool(((found - alone).norm() <= loose * alone.norm()) | ~alone.isfinite().all()):
+        wanted = _made(route, alone, 1).sq_norms()
+        loose = 1e-6 if wanted.dtype == torch.float64 else 5e-2
+        if not bool(((found - wanted).norm() <= loose * wanted.norm()) | ~wanted.isfinite().all()):
             raise UnsupportedError(
                 f"the rule {route.rule.name} does not give the same for layers together as for each: its rows= names "
                 "saved tensors whose first dimension is not that of the gradient"

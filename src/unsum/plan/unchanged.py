@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
+from functools import cache
+from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +17,13 @@ Held = list[tuple[Tensor, int]]  # tensors, and which version of them
 
 def versions(kind: Kind) -> Held:
     """Of the tensors that factors refer to."""
-    return versions_of(*[getattr(kind, name) for name in ("a", "x", "ids", "delta") if hasattr(kind, name)])
+    cls: Any = type(kind)
+    return versions_of(*[getattr(kind, name) for name in _tensors(cls)])
+
+
+@cache
+def _tensors(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind) if field.name in ("a", "x", "ids", "delta"))
 
 
 def versions_of(*tensors: object) -> Held:

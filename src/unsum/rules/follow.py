@@ -133,8 +133,10 @@ def cast(kind: Kind, dtype: torch.dtype) -> Kind:
 
 def finished(kind: Kind, parameter: Tensor, *, turned: bool) -> Kind:
     """The factors of a parameter, of which a tensor was met as it is, cast, or transposed."""
-    if turned and isinstance(kind, Outer):
-        return replace(kind, turned=not kind.turned, shape=tuple(parameter.shape), dtype=parameter.dtype)
+    if isinstance(kind, Outer) and (turned or kind.shape == parameter.shape):
+        return kind.of(tuple(parameter.shape), parameter.dtype, turned=turned)
+    if isinstance(kind, Scale) and kind.delta.dtype == parameter.dtype and not turned:
+        return kind  # which goes by its own dtype
     whole = _turned(kind, tuple(parameter.shape)) if turned else kind
     assert whole is not None
     return cast(whole, parameter.dtype)

@@ -22,7 +22,8 @@ def layer_norm_scale(call: Call) -> Scale:
     """y = x̂·w + b, x̂ from what the node has saved."""
     delta, x, mean, rstd = map(call.take, (call.delta, *(call.saved(name) for name in ("input", "result1", "result2"))))
     if not call.only_nobodys:  # scale and shift in one pass
-        given = (delta.flatten(2), x.flatten(2), mean.flatten(1), rstd.flatten(1))
+        flat = (delta, x) if delta.dim() == 3 else (delta.flatten(2), x.flatten(2))
+        given = (*flat, mean.flatten(1), rstd.flatten(1))
         call.memo["sums"] = functools.cache(
             lambda: [s.view(-1, *delta.shape[2:]) for s in fused.scale_and_shift(*given)]
         )

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unsum.kernels.traced import hint, is_traced
+from unsum.kernels.launch import launch
+from unsum.kernels.traced import hint
 
 WIDTH = 1024  # numbers of a gradient that one program sums over all samples
 WIDE = 2048  # numbers that one program weighs
@@ -34,13 +35,19 @@ def _norms_and_sum(each, total, squares, n, size, some: tl.constexpr, width: tl.
 
 def norms_and_sum(each: Tensor) -> tuple[Tensor, Tensor]:
     """(n,) squared norms and the sum over samples, from (n, …)."""
-    n, size = each.shape[0], prod(each.shape[1:])
-    blocks, some = triton.cdiv(size, WIDTH), min(SOME, triton.next_power_of_2(hint(n)))
-    total = torch.empty(each.shape[1:], dtype=each.dtype, device=each.device)
-    squares = torch.empty((blocks, n), dtype=torch.float32, device=each.device)
-    kernel = torch.library.wrap_triton(_norms_and_sum) if is_traced(each) else _norms_and_sum
-    kernel[(blocks,)](each, total, squares, n, size, some=some, width=WIDTH, num_warps=4)
+    squares, total = parts_and_sum(each)
     return squares.sum(0), total
+
+
+def parts_and_sum(each: Tensor) -> tuple[Tensor, Tensor]:
+    """(parts, n) squared norms, still to be added up, and the sum over samples, from (n, …)."""
+    n, *shape = each.shape
+    size = prod(shape)
+    blocks, some = -(-size // WIDTH), min(SOME, triton.next_power_of_2(hint(n)))
+    total = torch.empty(shape, dtype=each.dtype, device=each.device)
+    squares = torch.empty((blocks, n), dtype=torch.float32, device=each.device)
+    launch(_norms_and_sum, (blocks, 1, 1), (each, total, squares), (n, size), {"some": some, "width": WIDTH}, 4)
+    return squares, total
 
 
 @triton.jit

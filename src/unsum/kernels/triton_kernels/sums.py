@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unsum.kernels.launch import launch
+
 TILE = 4096  # numbers that a program holds of each sum
 ENOUGH = 528  # programs: four for each multiprocessor of a large GPU
 
@@ -62,11 +64,12 @@ def _launch(delta: Tensor, x: Tensor, mean: Tensor, spread: Tensor, eps: float, 
     each = triton.cdiv(triton.cdiv(t, parts), rows) * rows
     parts = triton.cdiv(t, each)
     sums = torch.empty((2, n, parts, d), dtype=torch.float32, device=delta.device)
-    _sums[(n, parts, blocks)](
-        delta, x, mean.contiguous(), spread.contiguous(), sums[0], sums[1], t, d, parts, each, eps,
-        *delta.stride(), *x.stride(), by_channel=by_channel, rows=rows, width=width, num_warps=4,
+    launch(
+        _sums, (n, parts, blocks), (delta, x, mean.contiguous(), spread.contiguous(), sums[0], sums[1]),
+        (t, d, parts, each, eps, *delta.stride(), *x.stride()),
+        {"by_channel": by_channel, "rows": rows, "width": width}, 4,
     )  # fmt: skip
-    scale, shift = sums[:, :, 0] if parts == 1 else sums.sum(2)
+    scale, shift = (sums[:, :, 0] if parts == 1 else sums.sum(2)).unbind()
     return scale, shift
 
 

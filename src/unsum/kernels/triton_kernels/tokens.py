@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unsum.kernels.launch import launch
+
 ROWS = 4  # that one program reads
 WIDTH = 512  # numbers of each at once
 
@@ -39,10 +41,12 @@ def token_sq_norms(a: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """|a|²·|δ|² and |δ|² of each row of a (rows, i) and δ (rows, o)."""
     (count, i), o = a.shape, delta.shape[1]
     found = torch.empty((2, count), dtype=torch.float32, device=a.device)
-    _token_sq_norms[(triton.cdiv(count, ROWS),)](
-        a, delta, found[0], found[1], count, i, o, a.stride(0), delta.stride(0), rows=ROWS, width=WIDTH, num_warps=4
+    both, alone = found.unbind()
+    numbers = (count, i, o, a.stride(0), delta.stride(0))
+    launch(
+        _token_sq_norms, (-(-count // ROWS), 1, 1), (a, delta, both, alone), numbers, {"rows": ROWS, "width": WIDTH}, 4
     )
-    return found[0], found[1]
+    return both, alone
 
 
 @triton.jit
@@ -71,8 +75,10 @@ def normalised_token_sq_norms(delta: Tensor, x: Tensor, mean: Tensor, rstd: Tens
     """Σ_d (δ·(x - mean)·rstd)² and Σ_d δ² of each row of δ and x (rows, d); mean and rstd (rows,)."""
     count, d = delta.shape
     found = torch.empty((2, count), dtype=torch.float32, device=delta.device)
-    _normalised_token_sq_norms[(triton.cdiv(count, ROWS),)](
-        delta, x, mean.contiguous(), rstd.contiguous(), found[0], found[1], count, d, delta.stride(0), x.stride(0),
-        rows=ROWS, width=WIDTH, num_warps=4,
+    scale, shift = found.unbind()
+    launch(
+        _normalised_token_sq_norms, (-(-count // ROWS), 1, 1),
+        (delta, x, mean.contiguous(), rstd.contiguous(), scale, shift), (count, d, delta.stride(0), x.stride(0)),
+        {"rows": ROWS, "width": WIDTH}, 4,
     )  # fmt: skip
-    return found[0], found[1]
+    return scale, shift

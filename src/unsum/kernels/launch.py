@@ -1,0 +1,44 @@
+"""Launching a Triton kernel again. Triton looks at every argument of every launch, to find what was compiled for such
+ones, which takes longer than many kernels do. Where all that it looks at is as it was, the compiled kernel is launched
+by itself."""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unsum.kernels.traced import is_traced
+
+_KEPT = 4096
+
+again = True  # whether compiled kernels are launched by themselves; `fused.is_on` tries it
+_compiled: dict[Any, Any] = {}
+
+
+def launch(
+    kernel: Any, grid: tuple[int, int, int], tensors: Sequence[Tensor], numbers: tuple[int, ...],
+    constants: dict[str, int], warps: int,
+) -> None:  # fmt: skip
+    """Run `kernel` with these tensors, whole numbers and constants, which are its arguments in this order."""
+    if is_traced(tensors[0]):  # the compiler launches it as its own
+        torch.library.wrap_triton(kernel)[grid](*tensors, *numbers, **constants, num_warps=warps)
+        return
+    key = None
+    if again and tensors[0].is_cuda and tensors[0].device.index == torch.cuda.current_device():
+        # What Triton compiles for: types, whether addresses are multiples of 16, and (more than it asks) the numbers.
+        found = [t.dtype for t in tensors if not t.data_ptr() % 16]
+        if len(found) == len(tensors):
+            key = (kernel, grid, *found, numbers, *constants.values(), tensors[0].device.index)
+            ready = _compiled.get(key)
+            if ready is not None:
+                ready(*tensors, *numbers, *constants.values())
+                return
+    made = kernel[grid](*tensors, *numbers, **constants, num_warps=warps)
+    if key is not None and hasattr(made, "launch_metadata"):
+        if len(_compiled) >= _KEPT:
+            _compiled.clear()
+        _compiled[key] = made[grid]
