@@ -255,6 +255,7 @@ class GradientsBlock:
         lasting = key is not None and plan.lasting and not self._sides.is_blind
         if lasting:
             remember(self._model, key, plan)
+            plan = plan.fitted(nodes) or plan  # as in every later batch
         self._forward.learnt(lasting=lasting and not self._saved.is_needed)
         log.info(
             "unsum: learnt a graph of %d nodes: %d meetings, %d by rule; %s",

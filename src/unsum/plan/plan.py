@@ -17,7 +17,7 @@ from unsum.graph.saved import saved_by
 from unsum.rules.registry import Rule
 
 if TYPE_CHECKING:
-    from unsum.plan.moves import Moves
+    from unsum.plan.moved import Moves
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,28 @@ class Plan:
     cheap: frozenset[str] = frozenset()  # parameters whose gradient comes with their norms: torch need not compute it
     spare: frozenset[str] = frozenset()  # parameters whose gradient torch need not compute if nobody wants it
     rounding: float = 1e-9
+    has_doubts: bool = False  # whether the sweep has not come to some positions of owned nodes
     lasting: bool = False  # whether it holds for later graphs with the same signature
     indices: tuple[Indices, ...] = ()  # if these are the same
     moves: Moves | None = None  # rows that other batches send elsewhere
     tried: set[Meeting] = field(default_factory=set)  # the first of each team, once it was compared with itself alone
 
     def fitted(self, nodes: Sequence[Node]) -> Plan | None:
-        """The plan for a graph of this signature; None if owners went by other indices then."""
+        """The plan for a graph of this signature; None if owners went by other indices then. On a GPU, waits for it
+        once."""
+        holds: list[Tensor] = []
         for known in self.indices:
             now = list(saved_by(nodes[known.place]))[known.which]
-            if now.shape != known.value.shape or not torch.equal(now, known.value):
+            if now.shape != known.value.shape or now.device != known.value.device:
                 return None
-        return self if self.moves is None or not self.moves.moves else self.moves.applied(self, nodes)
+            holds.append((now == known.value).all())
+        if self.moves is None or not self.moves.moves:
+            return self if _are_true(holds) else None
+        found, more = self.moves.sent(nodes)
+        return self.moves.applied(self, found) if _are_true(holds + more) else None
+
+
+def _are_true(holds: Sequence[Tensor]) -> bool:
+    """Whether all of these hold: one look at each device."""
+    devices = dict.fromkeys(each.device for each in holds)
+    return all(bool(torch.stack([each for each in holds if each.device == device]).all()) for device in devices)
