@@ -75,6 +75,19 @@ def memory_of(step: Any, model: nn.Module) -> int:
     return added + sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
 
 
+def memory_on_cpu(step: Any, model: nn.Module) -> int:
+    """Bytes of tensors at the highest point of a step beyond those there were before, as torch allocates them."""
+    model.zero_grad(set_to_none=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
 def machine(device: str) -> dict[str, str]:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []

@@ -4,10 +4,11 @@
 
 The unit is one training step: forward, loss (a sum over samples), backward. In each repetition every way makes one
 step, in random order, and its time is divided by that of the plain step of the same repetition; shown are the median of
-these ratios, their quartiles, and peak memory over that of the plain step. Each way is checked against plain autograd:
-norms and dots against gradients of one sample at a time, clipped sums against the gradient of a weighted loss,
-projections against the projection of `.grad`, norms of tokens against what modules were given and got back, captures
-against the weight gradients that they multiply to.
+these ratios, their quartiles, and peak memory over that of the plain step (on a GPU all memory, on a CPU what the step
+adds). "clipped" holds what fits half of the free memory, "clipped, factors" factors alone, "clipped, memory=0" nothing:
+it goes backward twice. Each way is checked against plain autograd: norms and dots against gradients of one sample at a
+time, clipped sums against the gradient of a weighted loss, projections against the projection of `.grad`, norms of
+tokens against what modules were given and got back, captures against the weight gradients that they multiply to.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import gc
 import random
 import statistics
 import time
+import unittest.mock
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -26,9 +28,10 @@ from torch import Tensor, nn
 
 import unsum
 from checks import checked, clip
-from measuring import machine, memory_of, now, options_of, parsed, ratios, write
+from measuring import machine, memory_of, memory_on_cpu, now, options_of, parsed, ratios, write
 from models import GPT, ResNet50
 from peers import reason
+from unsum.holding import FACTORS
 
 Step = Callable[[], Any]
 
@@ -77,19 +80,28 @@ def experts(batch: int, length: int, width: int, layers: int) -> Callable[[], An
 
 SMALL = {"width": 768, "depth": 12, "heads": 12, "vocabulary": 50304}
 LARGE = {"width": 2048, "depth": 8, "heads": 16, "vocabulary": 32000}
-ALL = ("norms", "clipped", "projected", "tokens", "dots", "captured")
+CLIPPED = ("clipped", "clipped, factors", "clipped, memory=0", "clipped, with .grad")
+ALL = ("norms", *CLIPPED, "projected", "tokens", "dots", "captured")
 MODELS: dict[str, dict[str, tuple[Callable[[], Any], tuple[str, ...]]]] = {
     "cuda": {
         "GPT-2 small shape B=16 T=1024": (gpt(16, length=1024, **SMALL), ALL),
         "GPT L=8 d=2048 B=8 T=2048": (gpt(8, length=2048, **LARGE), ALL),
-        "GPT-2 small shape, tied": (gpt(16, length=1024, tied=True, **SMALL), ("norms",)),
+        "GPT-2 small shape, tied": (gpt(16, length=1024, tied=True, **SMALL), ("norms", *CLIPPED)),
         "launch-bound: GPT-2 small shape B=8 T=128": (gpt(8, length=128, **SMALL), ("norms",)),
-        "ResNet-50 224×224 B=64, channels last, eval": (resnet(64, 224), ("norms",)),
+        "ResNet-50 224×224 B=64, channels last, eval": (resnet(64, 224), ("norms", *CLIPPED)),
         "experts: Mixtral-like, 8 of d=1024, 4 layers, B=8 T=512": (experts(8, 512, 1024, 4), ("norms",)),
     },
     "cpu": {
         "GPT L=2 d=128 T=64 B=8": (gpt(8, width=128, depth=2, heads=4, vocabulary=500, length=64), ALL),
-        "ResNet-50 64×64 B=4, eval": (resnet(4, 64), ("norms",)),
+        "GPT L=4 d=256 T=128 B=16": (
+            gpt(16, width=256, depth=4, heads=4, vocabulary=1000, length=128),
+            ("norms", *CLIPPED),
+        ),
+        "GPT L=2 d=512 T=64 B=32": (
+            gpt(32, width=512, depth=2, heads=8, vocabulary=1000, length=64),
+            ("norms", *CLIPPED),
+        ),
+        "ResNet-50 64×64 B=4, eval": (resnet(4, 64), ("norms", *CLIPPED)),
         "experts: Mixtral-like, 8 of d=128, 2 layers, B=4 T=64": (experts(4, 64, 128, 2), ("norms",)),
     },
 }
@@ -117,6 +129,11 @@ def ways_of(model: nn.Module, losses: Any, x: Tensor, y: Tensor, names: tuple[st
     possible: dict[str, Step] = {
         "norms": lambda: block(unsum.Norms())[unsum.Norms].sq_norms(),
         "clipped": lambda: block(unsum.WeightedSum(clip), grad=False)[unsum.WeightedSum].sum(),
+        "clipped, factors": lambda: held_as_factors(
+            lambda: block(unsum.WeightedSum(clip), grad=False)[unsum.WeightedSum].sum()
+        ),
+        "clipped, memory=0": lambda: block(unsum.WeightedSum(clip, memory=0), grad=False)[unsum.WeightedSum].sum(),
+        "clipped, with .grad": lambda: block(unsum.WeightedSum(clip))[unsum.WeightedSum].sum(),
         "projected": lambda: block(unsum.Project(k=16), grad=False)[unsum.Project].by_parameter(),
         "tokens": lambda: block(unsum.TokenNorms())[unsum.TokenNorms].norms(),
         "dots": lambda: (lambda g: g.dot(g))(block(grad=False)),
@@ -125,6 +142,12 @@ def ways_of(model: nn.Module, losses: Any, x: Tensor, y: Tensor, names: tuple[st
     plain = lambda: losses(model, x, y).sum().backward()
     chosen = {"plain": plain, "plain, again": plain} | {name: possible[name] for name in names}
     return chosen | ({"plain, weights frozen": frozen} if "projected" in names else {})
+
+
+def held_as_factors(step: Step) -> Any:
+    """Whatever the budget would be: factors, to compare with."""
+    with unittest.mock.patch("unsum.weighted.choose", lambda sizes, *_, **__: dict.fromkeys(sizes, FACTORS)):
+        return step()
 
 
 def run(name: str, make: Callable[[], Any], names: tuple[str, ...], *, device: str, seconds: float) -> dict[str, Any]:
@@ -149,13 +172,13 @@ def run(name: str, make: Callable[[], Any], names: tuple[str, ...], *, device: s
             start = now(device)
             ways[key]()
             times[key].append(now(device) - start)
-    peaks = {key: memory_of(step, model) for key, step in ways.items()} if device == "cuda" else {}
+    peak_of = memory_of if device == "cuda" else memory_on_cpu
+    peaks = {key: peak_of(step, model) for key, step in ways.items()}
     rows = []
     for key in ways:
         row = {"way": key, "ms": round(1e3 * statistics.median(times[key]), 2),
                "to_plain": ratios(times, key, "plain"), "checked": results[key]}  # fmt: skip
-        if peaks:
-            row["memory"] = round(peaks[key] / peaks["plain"], 3)
+        row["memory"] = round(peaks[key] / peaks["plain"], 3)
         rows.append(row)
     return {"model": name, "repetitions": len(times["plain"]), "rows": rows}
 

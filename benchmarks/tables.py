@@ -116,6 +116,7 @@ TABLES = {
     "norms_cpu_two_threads": norms,
     "norms_cuda": norms,
     "quantities_cuda": quantities,
+    "quantities_cpu": quantities,
     "growth_cpu": growth,
     "growth_cuda": growth,
 }

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from unsum.kernels import costs
+from unsum.kernels import costs, fused, product, windows
 
 
 def seconds(function: Callable[[], object], device: str) -> float:
@@ -44,7 +44,25 @@ def measure(device: str) -> dict[str, float]:
         "gram": seconds(lambda: torch.bmm(a, a.mT), device) / (2 * n * t * t * i),
         "plain": seconds(lambda: delta.flatten(0, 1).T @ a.flatten(0, 1), device) / (2 * n * t * o * i),
     }
+    if device == "cuda":
+        per_operation |= fused_ways(a, delta)
     return {kind: round(value / per_operation["product"], 3) for kind, value in per_operation.items()}
+
+
+def fused_ways(a: torch.Tensor, delta: torch.Tensor) -> dict[str, float]:
+    """The product that stores no sample's gradient, for a linear layer and for windows; and unfolding windows."""
+    (n, t, i), o = a.shape, delta.shape[2]
+    linear = a[:, None], delta[:, None], *product.ONE_PLACE
+    if not fused.serves("products", *linear):
+        return {}
+    x, at = (torch.randn(64, 28, 28, 128, device=a.device, dtype=a.dtype) for _ in range(2))
+    image = x, at, [3, 3], [1, 1], [1, 1], [1, 1]
+    numbers = 64 * 28 * 28 * 9 * 128
+    return {
+        "fused linear": seconds(lambda: fused.products(*linear, False), "cuda") / (2 * n * t * o * i),
+        "fused": seconds(lambda: fused.products(*image, False), "cuda") / (2 * 128 * numbers),
+        "unfold": seconds(lambda: windows.rows(*image), "cuda") / numbers,
+    }
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from reference import per_sample_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -177,3 +178,25 @@ def test_experts_wait_for_the_gpu_once(way, monkeypatch, recwarn):
         ]
         torch.testing.assert_close(g[unsum.Norms].sq_norms(), torch.stack(wanted), rtol=3e-2, atol=0)
     assert found["norms"] - found["plain"] <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("memory", [0, None])
+def test_clipped_sums(dtype, memory):
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.Flatten(2), nn.Linear(256, 40), nn.LayerNorm(40))
+    model, x = nn.Sequential(*layers, nn.Linear(40, 8)), torch.randn(6, 3, 16, 16)
+    loss = lambda model, x: model(x).float().square().mean((1, 2)).sum()
+    each = per_sample_gradients(model, loss, x)
+    norms = torch.cat([v.flatten(1) for v in each.values()], 1).norm(dim=1)
+    clip = lambda norms: (0.01 / norms).clamp(max=1)
+    model, x = model.to("cuda", dtype), x.to("cuda", dtype)
+    for grad in (True, False, False):
+        with unsum.gradients(model, unsum.WeightedSum(clip, memory=memory), grad=grad) as g:
+            loss(model, x).backward()
+        for name, found in g[unsum.WeightedSum].sum().items():
+            wanted = torch.tensordot(clip(norms), each[name], 1)
+            off = (found.double().cpu() - wanted).norm() / (clip(norms) * norms).norm()
+            assert off < (1e-4 if dtype == torch.float32 else 3e-2), name
+    ways = set(g[unsum.WeightedSum].chosen.values())
+    assert ("second backward" in ways) == (memory == 0)

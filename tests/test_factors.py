@@ -154,7 +154,7 @@ def test_every_read_and_reducer_of_a_rule(name):
     [{}, {"stride": 2, "padding": (1, 2)}, {"dilation": 2, "padding": 3}, {"kernel_size": 1, "stride": 2}],
     ids=str,
 )
-def test_windows_with_channels_last(options, memory):
+def test_windows_with_channels_last(options, memory, monkeypatch):
     """As on a GPU."""
     layer = nn.Conv2d(3, 5, bias=False, **({"kernel_size": (3, 2)} | options)).double()
     x = IMAGES.contiguous(memory_format=memory)
@@ -162,9 +162,24 @@ def test_windows_with_channels_last(options, memory):
     with unsum.gradients(layer) as g:
         scalar(layer, x).backward()
     (kind,) = g["weight"]._shares[0].kinds
-    squares, total = kind._by_rows(want_sum=True)
+    monkeypatch.setattr("unsum.kernels.costs.cheaper", lambda *shape, **options: "gram")
+    torch.testing.assert_close(kind._on_a_gpu(want_sum=True)[0], truth.flatten(1).square().sum(1))
+    monkeypatch.setattr("unsum.kernels.costs.cheaper", lambda *shape, **options: "product")
+    squares, total = kind._on_a_gpu(want_sum=True)
     torch.testing.assert_close(squares, truth.flatten(1).square().sum(1))
     torch.testing.assert_close(total, truth.sum(0))
+
+
+def test_running_statistics_may_change_before_factors_are_read():
+    layer = nn.BatchNorm2d(3).double().eval()
+    layer.running_mean.normal_()
+    truth = per_sample_gradients(layer, scalar, IMAGES)
+    for _ in range(2):  # what is learnt in the first is known in the second
+        with unsum.gradients(layer) as g:
+            scalar(layer, IMAGES).backward()
+    layer.train()(IMAGES + 1)
+    for name, wanted in truth.items():
+        torch.testing.assert_close(g[name].per_sample(), wanted)
 
 
 @pytest.mark.parametrize("name", NETS)

@@ -1,72 +1,367 @@
-"""Kernels against their plain torch twins: through Triton's interpreter on a CPU, compiled where there is a GPU."""
+"""Kernels against their plain torch twins and float64: through Triton's interpreter on a CPU, compiled where there is a
+GPU."""
 
 import pytest
 import torch
+from reference import per_sample_gradients
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
 
 import unsum
-from unsum.kernels import fused
+from unsum.factors.windows import Geometry, Windows
+from unsum.kernels import costs, fused, product, twins
+from unsum.kernels.traced import is_traced
 
-triton_kernels = pytest.importorskip("unsum.kernels.triton_kernels", reason="triton is not installed")
+kernels = pytest.importorskip("unsum.kernels.triton_kernels", reason="triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+in_all = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-def made(*shape, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
+def made(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape) + seed)).to(DEVICE, dtype)
 
 
 def close(ours, exact, dtype):
     loose = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(ours.double(), exact, rtol=loose, atol=loose * float(exact.abs().max()))
+    largest = float(exact.abs().max()) if exact.numel() else 0.0
+    torch.testing.assert_close(ours.double(), exact, rtol=loose, atol=loose * largest)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 33, 70), (5, 64, 65), (2, 2, 4096)])
+def ways(name):
+    """The kernel, its twin, and what chooses between them."""
+    return getattr(kernels, name), getattr(twins, name), getattr(fused, name)
+
+
+def spread(tensor):
+    """The same numbers, with other numbers between them."""
+    wider = torch.full((*tensor.shape[:-1], 2 * tensor.shape[-1]), float("nan"), dtype=tensor.dtype, device=DEVICE)
+    wider[..., ::2] = tensor
+    return wider[..., ::2]
+
+
+@in_all
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 33, 70), (11, 64, 65), (2, 2, 2049)])
 def test_norms_and_sum(shape, dtype):
     each = made(*shape, dtype=dtype)
     exact = each.double()
-    for way in (triton_kernels.norms_and_sum, fused.norms_and_sum_twin, fused.norms_and_sum):
+    for way in ways("norms_and_sum"):
         squares, total = way(each)
         close(squares, exact.flatten(1).square().sum(1), dtype)
         close(total, exact.sum(0), dtype)
         assert total.dtype == dtype and squares.dtype == torch.float32
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 70, 33), (2, 129, 64), (2, 3, 1500)])
+@in_all
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 70, 33), (2, 129, 64), (2, 3, 1500), (1, 300, 5)])
 def test_scale_and_shift(shape, dtype):
-    delta, x = made(*shape, dtype=dtype), made(*shape, dtype=dtype) + 1
+    delta, x = made(*shape, dtype=dtype), made(*shape, dtype=dtype, seed=1) + 1
     mean, rstd = made(*shape[:2]), made(*shape[:2]).abs()
     exact = (x.double() - mean.double()[..., None]) * rstd.double()[..., None]
-    for way in (triton_kernels.scale_and_shift, fused.scale_and_shift_twin, fused.scale_and_shift):
+    for way in ways("scale_and_shift"):
         scale, shift = way(delta, x, mean, rstd)
         close(scale, (delta.double() * exact).sum(1), dtype)
         close(shift, delta.double().sum(1), dtype)
 
 
-def test_a_kernel_that_gives_something_else_is_not_used(monkeypatch):
-    monkeypatch.setattr(triton_kernels, "norms_and_sum", lambda each: [2 * t for t in fused.norms_and_sum_twin(each)])
-    with pytest.warns(UserWarning, match="Triton kernels are not used"):
-        assert not fused.is_on.__wrapped__(torch.device(DEVICE))
+@in_all
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 70, 33), (2, 500, 64), (2, 3, 300)])
+@pytest.mark.parametrize("lie", ["channels last", "channels first", "one of each", "spread"])
+def test_channel_sums(shape, lie, dtype):
+    delta, x = made(*shape, dtype=dtype), made(*shape, dtype=dtype, seed=1) + 1
+    mean, variance = made(shape[2]), made(shape[2]).abs()
+    exact = (x.double() - mean.double()) / (variance.double() + 0.1).sqrt()
+    wanted = (delta.double() * exact).sum(1), delta.double().sum(1)
+    first = lambda tensor: tensor.mT.contiguous().mT
+    delta = first(delta) if lie == "channels first" else spread(delta) if lie == "spread" else delta
+    x = first(x) if lie in ("channels first", "one of each") else x
+    for way in ways("channel_sums"):
+        for ours, theirs in zip(way(delta, x, mean, variance, 0.1), wanted, strict=True):
+            close(ours, theirs, dtype)
+
+
+@in_all
+@pytest.mark.parametrize(("rows", "i", "o"), [(1, 1, 1), (7, 33, 600), (9, 512, 70)])
+def test_token_sq_norms(rows, i, o, dtype):
+    a, delta = made(rows, i, dtype=dtype), made(rows, 2 * o, dtype=dtype)[:, :o]
+    alone = delta.double().square().sum(1)
+    for way in ways("token_sq_norms"):
+        both, of_delta = way(a, delta)
+        close(both, a.double().square().sum(1) * alone, dtype)
+        close(of_delta, alone, dtype)
+
+
+@in_all
+@pytest.mark.parametrize(("rows", "d"), [(1, 1), (7, 33), (9, 600)])
+def test_normalised_token_sq_norms(rows, d, dtype):
+    delta, x = made(rows, d, dtype=dtype), made(rows, d, dtype=dtype, seed=1) + 1
+    mean, rstd = made(rows), made(rows).abs()
+    exact = (x.double() - mean.double()[:, None]) * rstd.double()[:, None]
+    for way in ways("normalised_token_sq_norms"):
+        scale, shift = way(delta, x, mean, rstd)
+        close(scale, (delta.double() * exact).square().sum(1), dtype)
+        close(shift, delta.double().square().sum(1), dtype)
+
+
+@in_all
+@pytest.mark.parametrize(("n", "t", "d", "table"), [(1, 1, 1, 1), (3, 21, 33, 5), (2, 19, 300, 1), (2, 6, 8, 1000)])
+def test_lookup_sq_norms(n, t, d, table, dtype):
+    """Positions that share a row are added first, also where all of them do."""
+    ids = torch.randint(table, (n, t), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    delta = made(n, t, d, dtype=dtype)
+    tables = torch.zeros(n, table, d, dtype=torch.float64, device=DEVICE)
+    for k in range(n):
+        tables[k].index_add_(0, ids[k], delta[k].double())
+    for way in ways("lookup_sq_norms"):
+        for given in (delta, spread(delta)):
+            close(way(ids, given), tables.flatten(1).square().sum(1), dtype)
+
+
+WINDOWS = {  # channels, o, (h, w), kernel, stride, padding, dilation
+    "one place": (3, 2, (1, 1), (1, 1), (1, 1), (0, 0), (1, 1)),
+    "pointwise": (20, 18, (5, 7), (1, 1), (1, 1), (0, 0), (1, 1)),
+    "pointwise, strided": (32, 9, (6, 7), (1, 1), (2, 2), (0, 0), (1, 1)),
+    "3x3 of whole taps": (32, 17, (5, 6), (3, 3), (1, 1), (1, 1), (1, 1)),
+    "3x3 of few channels": (3, 20, (6, 5), (3, 3), (2, 1), (1, 0), (1, 1)),
+    "apart": (5, 4, (9, 8), (2, 3), (1, 2), (2, 1), (3, 2)),
+    "many places": (4, 5, (9, 9), (2, 2), (1, 1), (0, 0), (1, 1)),
+    "many rows and columns": (70, 140, (2, 2), (1, 2), (1, 1), (0, 1), (1, 1)),
+}
+
+
+def image(name, n, dtype):
+    channels, o, size, *geometry = WINDOWS[name]
+    x = made(n, channels, *size, dtype=dtype)
+    like = torch.empty(o, channels, *geometry[0], device=DEVICE)
+    delta = made(*F.conv2d(x.float(), like, None, *geometry[1:]).shape, dtype=dtype, seed=1)
+    each = torch.stack(
+        [
+            torch.nn.grad.conv2d_weight(x[k : k + 1].double(), like.shape, delta[k : k + 1].double(), *geometry[1:])
+            for k in range(n)
+        ]
+    )
+    return x, delta, geometry, each  # (n, o, channels, *kernel)
+
+
+@in_all
+@pytest.mark.parametrize("memory", [torch.channels_last, torch.contiguous_format], ids=["channels last", "rows last"])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_products_and_gram(name, memory, dtype):
+    n = 1 if name == "one place" else 3
+    x, delta, geometry, each = image(name, n, dtype)
+    squares = each.flatten(1).square().sum(1)
+    x, delta = (tensor.contiguous(memory_format=memory).movedim(1, -1) for tensor in (x, delta))
+    for way in ways("products"):
+        found, total, shift = way(x, delta, *geometry, True)
+        close(found, squares, dtype)
+        close(total, each.sum(0).movedim(1, -1).flatten(1), dtype)
+        close(shift, delta.double().sum((1, 2)), dtype)
+        assert total.dtype == dtype and found.dtype == shift.dtype == torch.float32
+    for way in ways("gram_sq_norms"):
+        close(way(x, delta, *geometry), squares, dtype)
+
+
+def test_products_of_samples_one_after_the_other(monkeypatch):
+    """One program for several samples, with and without others beside it."""
+    x, delta, geometry, each = image("3x3 of few channels", 5, torch.float32)
+    x, delta = x.movedim(1, -1), delta.movedim(1, -1)
+    for programs in (1, 6, 1000):
+        monkeypatch.setattr("unsum.kernels.triton_kernels.accumulators.ENOUGH", programs)
+        found, total, _ = kernels.products(x, delta, *geometry)
+        close(found, each.flatten(1).square().sum(1), torch.float32)
+        close(total, each.sum(0).movedim(1, -1).flatten(1), torch.float32)
+
+
+@in_all
+@pytest.mark.parametrize(("n", "t", "i", "o"), [(1, 1, 1, 1), (3, 70, 33, 20), (2, 5, 130, 17)])
+def test_products_of_a_linear_layer(n, t, i, o, dtype):
+    a, delta = made(n, t, i, dtype=dtype), made(n, t, 2 * o, dtype=dtype)[..., :o]
+    exact = delta.double().mT @ a.double()
+    for way in ways("products"):
+        found, total, shift = way(a[:, None], delta[:, None], *product.ONE_PLACE, True)
+        close(found, exact.flatten(1).square().sum(1), dtype)
+        close(total, exact.sum(0), dtype)
+        close(shift, delta.double().sum(1), dtype)
+    found = kernels.gram_sq_norms(a[:, None], delta[:, None], *product.ONE_PLACE)
+    close(found, exact.flatten(1).square().sum(1), dtype)
+
+
+# ---- which is used ------------------------------------------------------------------------------------
+
+
+@in_all
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 33, 70), (5, 64, 65), (2, 2, 4096)])
+def test_weighted_sum_and_scaled(shape, dtype):
+    each, w = made(*shape, dtype=dtype), made(shape[0]) * 1.001
+    exact = torch.tensordot(w.double(), each.double(), 1)
+    for way in ways("weighted_sum"):
+        total = way(each, w)
+        close(total, exact, torch.float32)  # whatever the gradients are in: weights and sums are not rounded
+        assert total.dtype == torch.float32
+    for way in ways("scaled"):
+        rows = way(each, w)
+        assert rows.dtype == dtype
+        torch.testing.assert_close(rows.float(), each.float() * w[:, None, None], rtol=1e-2, atol=1e-6)
+    rounded_once = twins.scaled(each, w)  # not weights first, then products
+    assert torch.equal(rounded_once, (each.float() * w[:, None, None]).to(dtype))
+
+
+@pytest.mark.parametrize("name", fused.KERNELS)
+def test_a_kernel_that_gives_something_else_is_not_used(name, monkeypatch):
+    is_on = lambda: fused.is_on.__wrapped__(name, torch.device(DEVICE), torch.float32)
+
+    def wrong(*given):
+        found = getattr(twins, name)(*given)
+        return 2 * found if isinstance(found, torch.Tensor) else [2 * t for t in found]
+
+    monkeypatch.setattr(kernels, name, wrong)
+    with pytest.warns(UserWarning, match=f"the Triton kernel {name} is not used"):
+        assert not is_on()
     monkeypatch.undo()
-    assert fused.is_on.__wrapped__(torch.device(DEVICE))
+    assert is_on()
     monkeypatch.setenv("UNSUM_KERNELS", "off")
-    assert not fused.is_on.__wrapped__(torch.device(DEVICE))
+    assert not is_on()
 
 
-def test_layers_through_kernels(monkeypatch):
-    """The same norms and gradients with kernels as without, in a whole backward."""
+def test_what_does_not_lie_as_a_kernel_needs_it_goes_to_the_twin(monkeypatch):
+    monkeypatch.setattr(fused, "is_on_a_gpu", lambda tensor: True)
+    each = made(3, 4, 5)
+    assert fused.serves("norms_and_sum", each) and not fused.serves("norms_and_sum", each.mT)
+    assert not fused.serves("norms_and_sum", each.double()) and not fused.serves("norms_and_sum", each[:0])
+    assert not fused.serves("token_sq_norms", each[0].mT, each[0])
+    assert not fused.serves("products", each[:, None], each[:, None].half())
+    monkeypatch.setenv("UNSUM_KERNELS", "off")
+    fused.is_on.cache_clear()
+    assert not fused.serves("norms_and_sum", each)
+    fused.is_on.cache_clear()
+
+
+# ---- in a whole backward ------------------------------------------------------------------------------------
+
+
+class Images(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8)
+        self.down, self.deep = nn.Conv2d(8, 4, 1, 2, bias=False), nn.Conv2d(4, 6, 3, padding=1, bias=False)
+        self.head = nn.Linear(6, 3)
+        self.norm.running_mean.normal_()
+        self.norm.running_var.uniform_(0.5, 2)
+
+    def forward(self, x):
+        return self.head(self.deep(self.down(torch.relu(self.norm(self.stem(x))))).mean((2, 3)))
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm, self.head = nn.Embedding(7, 40), nn.LayerNorm(40), nn.Linear(40, 5)
+
+    def forward(self, ids):
+        return self.head(self.norm(self.table(ids)))
+
+
+def given(net):
+    if net is Words:
+        return torch.randint(7, (4, 6), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    return made(4, 3, 12, 10).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("way", ["product", "gram"])
+@pytest.mark.parametrize("net", [Images, Words])
+def test_layers_through_kernels(net, way, monkeypatch):
+    """The same norms, token norms and gradients with kernels as without."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.LayerNorm(50), torch.nn.Linear(50, 3)).to(DEVICE)
-    x, found = made(4, 6, 40), []
+    model, x, found, used = net().eval().to(DEVICE), given(net), [], set()
+    monkeypatch.setattr(costs, "cheaper", lambda *shape, **options: way)
+    monkeypatch.setattr(costs, "is_fused", lambda *shape: True)
+    monkeypatch.setattr(product, "_at_once", lambda n, size: n)
+    monkeypatch.setattr("unsum.plan.pool.SMALL", {})
+    served = fused.serves
     for on in (False, True):
-        monkeypatch.setattr(fused, "serves", lambda *tensors, on=on: on and all(t.is_contiguous() for t in tensors))
-        monkeypatch.setattr("unsum.plan.pool.SMALL", {})
-        for _ in range(2):
-            model.zero_grad()
-            with unsum.gradients(model, unsum.Norms()) as g:
-                model(x).square().sum().backward()
-        found.append((g[unsum.Norms].by_parameter(), {n: p.grad.clone() for n, p in model.named_parameters()}))
-    for ours, wanted in zip(*found, strict=True):
+        if on:
+            monkeypatch.setattr(fused, "is_on_a_gpu", lambda tensor: True)
+            monkeypatch.setattr(fused, "serves", lambda name, *given: served(name, *given) and not used.add(name))
+        for reducer in (unsum.Norms, unsum.TokenNorms):
+            for _ in range(2):
+                model.zero_grad()
+                with unsum.gradients(model, reducer()) as g:
+                    model(x).square().sum().backward()
+            norms = g[reducer].by_parameter() if reducer is unsum.Norms else {"tokens": g[reducer].norms()}
+            found.append(norms | {f"{n}:grad": p.grad.clone() for n, p in model.named_parameters()})
+    for name, each in per_sample_gradients(model, lambda m, x: m(x).square().sum(), x).items():
+        close(found[2][name], each.flatten(1).square().sum(1), torch.float32)
+        close(found[2][f"{name}:grad"], each.sum(0), torch.float32)
+    for ours, wanted in zip(found[2:], found[:2], strict=True):
+        assert ours.keys() == wanted.keys()
         for name in wanted:
-            torch.testing.assert_close(ours[name], wanted[name], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(ours[name], wanted[name], rtol=1e-4, atol=1e-4)
+    if net is Images:
+        assert {"channel_sums", "token_sq_norms", "gram_sq_norms" if way == "gram" else "products"} <= used
+    else:
+        sums = {"scale_and_shift", "normalised_token_sq_norms", "lookup_sq_norms", "token_sq_norms"}
+        assert sums | ({"products"} if way == "product" else set()) <= used
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("way", ["product", "gram"])
+def test_convolutions_in_half_precision_unfold_nothing(dims, way, monkeypatch):
+    conv, turn = (F.conv1d, F.conv2d)[dims - 1], {1: torch.nn.grad.conv1d_weight, 2: torch.nn.grad.conv2d_weight}[dims]
+    x, weight = made(3, 4, *(9,) * dims, dtype=torch.bfloat16), made(5, 4, *(3,) * dims, dtype=torch.bfloat16)
+    delta = made(*conv(x, weight, stride=2, padding=1).shape, dtype=torch.bfloat16)
+    each = torch.stack(
+        [turn(x[k : k + 1].double(), weight.shape, delta[k : k + 1].double(), 2, 1) for k in range(len(x))]
+    )
+    geometry = Geometry((3,) * dims, (2,) * dims, (1,) * dims, (1,) * dims, 1)
+    monkeypatch.setattr(costs, "cheaper", lambda *shape, **options: way)
+    monkeypatch.setattr(fused, "is_on_a_gpu", lambda tensor: True)
+    monkeypatch.setattr(Windows, "rows", None)  # which would unfold
+    squares, total = Windows(x[:, None], delta[:, None], geometry, tuple(weight.shape)).norms_and_sum()
+    close(squares, each.flatten(1).square().sum(1), torch.bfloat16)
+    close(total, each.sum(0), torch.bfloat16)
+
+
+# ---- in compiled graphs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_kernels_inside_compiled_graphs(backend):
+    """One graph for any number of samples; of those that a compiler makes as well itself, the twin is in it."""
+
+    def all_of(each, x, mean):
+        found = [*fused.norms_and_sum(each), *fused.scale_and_shift(each, x, mean, mean)]
+        found += fused.channel_sums(each, x, mean[0, :1].expand(x.shape[-1]), mean[0, :1].expand(x.shape[-1]) ** 2, 0.1)
+        found += fused.token_sq_norms(each[0], x[0])
+        found += fused.products(each[:, None], x[:, None], [1, 1], [1, 1], [0, 0], [1, 1], True)
+        return [2 * t for t in found]
+
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend(backend)
+    compiled = torch.compile(all_of, backend=graphs, fullgraph=True, dynamic=True)
+    for n in (3, 5, 4):
+        x = made(n, 6, 9), made(n, 6, 9, seed=1), made(n, 6)
+        for ours, wanted in zip(compiled(*x), all_of(*x), strict=True):
+            torch.testing.assert_close(ours, wanted)
+    assert graphs.frame_count == 1
+    names = {str(node.target).split(".")[1] for node in graphs.graphs[0].graph.nodes if "unsum." in str(node.target)}
+    assert names == {"norms_and_sum", "products"}
+
+
+@pytest.mark.parametrize("name", fused.KERNELS)
+def test_what_an_operator_says_of_its_shapes_is_true(name):
+    example = fused.KERNELS[name].example(lambda *shape: made(*shape))
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(getattr(torch.ops.unsum, name).default, tuple(example), test_utils=tests)
+
+
+def test_fake_tensors_are_traced():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    each = made(2, 3, 4)
+    assert not is_traced(each)
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(each)
+        assert is_traced(fake)
+        squares, total = fused.norms_and_sum(fake)
+    assert squares.shape == (2,) and total.shape == (3, 4)

@@ -112,6 +112,12 @@ class Gradients:
         for key, met in intake.meetings.items():
             self._meetings.setdefault(key, {}).update(met)
 
+    def tapped(self, meetings: dict[str, dict[Meeting, None]]) -> None:
+        """A backward of a compiled model has gone to the reducers."""
+        self.backwards += 1
+        for key, name in self.by_id.items():
+            self._meetings.setdefault(key, {}).update(meetings.get(name, {}))
+
     # ---- reads ----------------------------------------------------------------------------------------------------
 
     def _ordered(self) -> list[Group]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from unsum import hooks
 from unsum import samples as sample_maps
+from unsum.compiled.tapping import Tapped, Tapping
 from unsum.errors import OptionError, SamplesError, UnsupportedError
 from unsum.gathered import Gradients
 from unsum.graph.cut import losses_of
@@ -24,6 +25,7 @@ from unsum.graph.saved import Saved
 from unsum.graph.sides import Sides
 from unsum.keeping import current_scale
 from unsum.plan.arrived import Arrived
+from unsum.plan.clipping import Clipping
 from unsum.plan.forward import Forward
 from unsum.plan.intake import Intake, accumulate, is_listened
 from unsum.plan.learn import Setting, inside, learn, number_of_samples
@@ -32,7 +34,8 @@ from unsum.plan.plan import Plan
 from unsum.plan.run import Run
 from unsum.plan.signature import signature
 from unsum.reducers import Norms, Reducer
-from unsum.sites import Names
+from unsum.sites import Names, unwrapped
+from unsum.weighted import WeightedSum
 
 log = logging.getLogger("unsum")
 
@@ -81,6 +84,9 @@ class GradientsBlock:
             self._sides, self._forward.rows, self._found.unique(), self._found.by_id, self._forward.module_of,
             exact=options.exact, rules=options.rules, strict=options.strict,
         )  # fmt: skip
+        self._named = {module: name for name, module in reversed(self._names.modules.items())}
+        self._tapping = self._taps()
+        self._tapped: Tapped | None = None  # the compiled call that the backward under way goes through
         self._learning = False
         self._backwards: list[Run | None] = []  # under way, the innermost last
         self._adding: list[bool] = []  # whether each of them adds to .grad
@@ -88,11 +94,12 @@ class GradientsBlock:
         self._arrived = Arrived(self._setting.wanted, self._found.by_id)
         self._put_back: list[tuple[nn.Parameter, Tensor | None]] = []
         self._before: list[tuple[Any, Any]] = []  # reducers, and what they held before this backward
+        self._clipping = Clipping(options.reducers, self._setting.wanted, self._found.by_id)
+        self._listened = hooks.listened()
         self._is_checked = self._is_new = False
         self._scale: Tensor | float | None = None
         self._unscale: Tensor | float | None = None
         self._calls: frozenset[int] = frozenset()
-        self._named = {module: name for name, module in reversed(self._names.modules.items())}
         self._blocks = hooks.open_block(self)
         self._watchers = hooks.on_calls(self)
         self._forward.open()
@@ -105,6 +112,13 @@ class GradientsBlock:
         hooks.close_block(self, self._blocks)
         hooks.off_calls(self, self._watchers)
         self._open = False
+
+    def _taps(self) -> Tapping | None:
+        options = self._options
+        if not options.reducers or options.keep or not options.rules or options.exact or options.verify:
+            return None
+        wanted = {name: self._found.parameters[name] for name in self._found.by_id.values()}
+        return Tapping(self._model, self._named, wanted, options.reducers, self._forward, grad=options.grad)
 
     def mark(self, tensor: Tensor) -> None:
         """Dimension 0 of this tensor is the samples."""
@@ -126,6 +140,8 @@ class GradientsBlock:
         if self._forward.passes:  # inside a call that is known
             return False
         name = self._named.get(module)
+        if name is None and hooks.is_compiled(module):  # what it calls was bound when it was compiled, and is not seen
+            name = self._named.get(unwrapped(module))
         if name is None or self._is_deaf():
             return False
         self._forward.before(name, module, args, kwargs)
@@ -134,10 +150,19 @@ class GradientsBlock:
     def after_call(self, output: Any) -> None:
         self._forward.after(output)
         self._found.forwards = self._forward.calls
+        if self._tapping is not None and output is not None and not self._forward.is_inside:
+            self._tapping.saw(output)
+
+    def instead_of_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._tapping is None or self._is_deaf() or not hooks.is_alone(self):
+            return hooks.NOTHING
+        output = self._tapping.call(module, args, kwargs)
+        self._found.forwards = self._forward.calls
+        return output
 
     # ---- backward -------------------------------------------------------------------------------------------------
 
-    def before_backward(self, call: hooks.Backward) -> Sequence[Tensor] | None:
+    def before_backward(self, call: hooks.Backward) -> hooks.Wish | None:
         self._adding.append(call.accumulates)
         self._backwards.append(None)
         if len(self._adding) > 1:
@@ -149,6 +174,8 @@ class GradientsBlock:
             raise UnsupportedError("create_graph=True: the gradients of a second backward are not those of .grad")
         nodes = ordered([node for root in call.roots if (node := place(root)[0]) is not None])
         known, calls = self._forward.find(nodes)
+        if self._tapping is not None and (tapped := self._tapping.begin(call, nodes)) is not None:
+            return self._begin_tapped(call, nodes, tapped, calls)
         if not known and not any(is_leaf(node) and id(node.variable) in self._setting.wanted for node in nodes):
             return None  # of another model
         plan = self._recall(call, nodes, known, calls)
@@ -160,30 +187,47 @@ class GradientsBlock:
             self._take_back()
             raise
 
+    def _begin_tapped(
+        self, call: hooks.Backward, nodes: Sequence[Node], tapped: Tapped, calls: frozenset[int]
+    ) -> hooks.Wish | None:
+        """A backward through a compiled call: what is wanted leaves through its taps."""
+        assert self._tapping is not None
+        self._tapped = tapped
+        self._is_checked = False
+        if calls != {tapped.call}:
+            raise UnsupportedError(
+                "the samples of this loss are not those of the compiled model's outputs alone: mark_samples, or "
+                "another model's outputs, come between.\n  use the model that was compiled instead"
+            )
+        self._calls, again = self._found.group(calls, tapped.n)
+        self._is_new = not again
+        try:
+            self._begin_reducers(tapped.n, again)
+        except BaseException:
+            self._take_back()
+            raise
+        return hooks.Wish(self._tapping.only(nodes, tapped)) if call.accumulates and not call.inputs else None
+
     def _take_back(self) -> None:
         """A backward has failed: as if it had not begun."""
         for reducer, held in self._before:
             reducer.restore(held)
         self._before = []
+        self._clipping.leave()
         if self._is_new:
             self._found.drop(self._calls)
 
-    def _begin(self, call: hooks.Backward, nodes: Sequence[Node], plan: Plan, again: bool) -> Sequence[Tensor] | None:
-        """Wait at the plan's nodes; say which leaves torch is to bring gradients to, if not to all."""
+    def _begin(self, call: hooks.Backward, nodes: Sequence[Node], plan: Plan, again: bool) -> hooks.Wish | None:
+        """Wait at the plan's nodes; say which leaves torch is to bring gradients to, if not to all, and whether there
+        will be a second backward."""
         options = self._options
-        loss_scale = None if options.scaler is None else current_scale(options.scaler)
-        scale = None if loss_scale is None else 1 / loss_scale
-        self._unscale = scale
-        self._scale = scale if not options.mean else plan.n * (1 if scale is None else scale)
-        self._before = [(r, r.save()) for r in options.reducers if hasattr(r, "save")]
-        for reducer in options.reducers:
-            if hasattr(reducer, "select"):
-                reducer.select(self._calls, self._forward.positions)
-            reducer.begin(plan.n, again)
+        self._begin_reducers(plan.n, again)
+        self._clipping.begin(plan, nodes, call, self._is_unheard)
         skipped = self._skipped(call, plan)
         self._intake = Intake(
             plan, self._setting.wanted, self._found.by_id, options.reducers,
-            keep=options.keep, scale=self._scale, check=self._is_checked, skipped=skipped,
+            keep=options.keep, scale=self._scale, check=self._is_checked,
+            skipped=skipped if options.grad else frozenset(),
             only=None if not call.inputs else {id(given) for given in call.inputs if isinstance(given, Tensor)},
             deliver=self._deliver,
         )  # fmt: skip
@@ -197,8 +241,27 @@ class GradientsBlock:
             for parameter, _ in self._put_back:
                 parameter.grad = None
         if not skipped:
-            return None
-        return [n.variable for n in nodes if is_leaf(n) and self._found.by_id.get(id(n.variable)) not in skipped]
+            return hooks.Wish(retain_graph=self._clipping.returns)
+        by_id = self._found.by_id
+        only = [n.variable for n in nodes if is_leaf(n) and by_id.get(id(n.variable)) not in skipped]
+        return hooks.Wish(only, retain_graph=self._clipping.returns)
+
+    def _is_unheard(self) -> bool:
+        """Whether nobody would notice a second backward: no other block, no hook on a tensor of the user's. (And there
+        is a need for one: where factors are kept anyway, there is none.)"""
+        return not self._options.keep and list(hooks.here()) == [self] and hooks.listened() == self._listened
+
+    def _begin_reducers(self, n: int, again: bool) -> None:
+        options = self._options
+        loss_scale = None if options.scaler is None else current_scale(options.scaler)
+        scale = None if loss_scale is None else 1 / loss_scale
+        self._unscale = scale
+        self._scale = scale if not options.mean else n * (1 if scale is None else scale)
+        self._before = [(r, r.save()) for r in options.reducers if hasattr(r, "save")]
+        for reducer in options.reducers:
+            if hasattr(reducer, "select"):
+                reducer.select(self._calls, self._forward.positions)
+            reducer.begin(n, again)
 
     def _skipped(self, call: hooks.Backward, plan: Plan) -> frozenset[str]:
         """The parameters whose gradient torch need not compute."""
@@ -207,7 +270,8 @@ class GradientsBlock:
         if not self._options.grad:
             skipped = plan.spare
         else:
-            skipped = plan.cheap if any(isinstance(r, Norms) for r in self._options.reducers) else frozenset()
+            takes = [isinstance(r, Norms) or (isinstance(r, WeightedSum) and r.clips) for r in self._options.reducers]
+            skipped = plan.cheap if any(takes) else frozenset()
         if not skipped:
             return skipped
         wanted = self._setting.wanted
@@ -241,6 +305,7 @@ class GradientsBlock:
             plan = recall(self._model, key, nodes)
             if plan is not None:
                 self._forward.learnt(lasting=not self._saved.is_needed)
+                self._learn_tap(plan, nodes)
                 return plan
         self._is_checked = True
         self._sides.is_blind = not self._forward.watched
@@ -257,6 +322,7 @@ class GradientsBlock:
             remember(self._model, key, plan)
             plan = plan.fitted(nodes) or plan  # as in every later batch
         self._forward.learnt(lasting=lasting and not self._saved.is_needed)
+        self._learn_tap(plan, nodes)
         log.info(
             "unsum: learnt a graph of %d nodes: %d meetings, %d by rule; %s",
             len(nodes),
@@ -265,6 +331,10 @@ class GradientsBlock:
             "remembered" if plan.lasting else "to be learnt each time",
         )
         return plan
+
+    def _learn_tap(self, plan: Plan, nodes: Sequence[Node]) -> None:
+        if self._tapping is not None and len(self._calls) == 1:
+            self._tapping.learn(plan, nodes)
 
     @contextlib.contextmanager
     def _learn(self) -> Iterator[None]:
@@ -313,6 +383,9 @@ class GradientsBlock:
         self._put_back = []
         intake, self._intake = self._intake, None
         self._saved.forget()
+        if self._tapped is not None:
+            self._end_tapped(failed=failed)
+            return
         if intake is None:
             return  # of another model: nothing was waited for
         if failed:
@@ -322,11 +395,27 @@ class GradientsBlock:
             if self._is_checked:
                 self._arrived.check(intake.found)
             intake.finish()
+            self._clipping.finish(self._scale)
+            self._saved.forget()
         except BaseException:
             self._take_back()
             raise
         self._before = []
         self._found.take_in(intake, self._calls, self._scale, self._unscale)
+
+    def _end_tapped(self, *, failed: bool) -> None:
+        assert self._tapping is not None and self._tapped is not None
+        tapped, self._tapped = self._tapped, None
+        try:
+            if failed:
+                self._tapping.let_go(tapped)
+                self._take_back()
+            else:
+                self._found.tapped(self._tapping.end(tapped, self._scale))
+        except BaseException:
+            self._take_back()
+            raise
+        self._before = []
 
 
 def _refuse(names: Names) -> None:

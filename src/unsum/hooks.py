@@ -44,6 +44,7 @@ _lock = threading.Lock()
 _local = threading.local()
 _open: list[Block] = []  # in all threads
 _undo: list[Callable[[], None]] = []
+_engine: list[Callable[..., Any]] = []  # torch's own, while a block is open
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,24 @@ class Backward:
     roots: Sequence[Any]
     grads: Sequence[Tensor | None]
     inputs: Sequence[Any]  # to which alone gradients are brought; empty for all leaves
+    retain_graph: bool
     create_graph: bool
     accumulates: bool  # adds to .grad, rather than returning gradients
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a block that is alone may ask of a backward."""
+
+    only: Sequence[Tensor] | None = None  # the leaves to which alone torch is to bring gradients
+    retain_graph: bool = False  # there will be another backward through it
 
 
 class Block(Protocol):
     """Something open that wants to know when a backward begins and ends."""
 
-    def before_backward(self, call: Backward) -> Sequence[Tensor] | None:
-        """May return the leaves to which alone torch is to bring gradients, if this is the only block."""
+    def before_backward(self, call: Backward) -> Wish | None:
+        """What it asks for is done if it is the only block."""
         ...
 
     def after_backward(self, *, failed: bool) -> None: ...
@@ -120,6 +130,18 @@ class Watcher(Protocol):
         """A call is over; None if it raised."""
         ...
 
+    def instead_of_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a compiled module in another way, if nobody else watches; NOTHING for the usual one."""
+        ...
+
+
+NOTHING = object()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether this is what `torch.compile(module)` gives, or a module after `module.compile()`."""
+    return module._compiled_call_impl is not None or "dynamo_ctx" in module.__dict__
+
 
 def on_calls(watcher: Watcher) -> list[Watcher]:
     """Tell the watcher of all calls of modules in this thread. No hooks: they would cost more than the watching, on
@@ -154,6 +176,10 @@ def _watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     watchers, call = _local.__dict__.get("watchers"), _calls[0]
     if not watchers:
         return call(self, *args, **kwargs)
+    if len(watchers) == 1 and is_compiled(self):
+        output = watchers[0].instead_of_call(self, args, kwargs)
+        if output is not NOTHING:
+            return output
     begun: list[Watcher] = []
     try:
         for watcher in watchers:
@@ -167,6 +193,27 @@ def _watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     for watcher in reversed(begun):
         watcher.after_call(output)
     return output
+
+
+def is_alone(block: Block) -> bool:
+    """Whether no other block is open, in any thread."""
+    return _open == [block] and len(_watching) == 1
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """As if no block were open, for the only one that is: compiled code runs compiled, or is compiled."""
+    blocks, watchers, call = _local.blocks, _local.watchers, nn.Module.__call__
+    _local.blocks, _local.watchers = [], []
+    if call is _watched:  # what torch compiles must not go through it
+        nn.Module.__call__ = _calls[0]  # type: ignore[method-assign]
+    stance = torch.compiler.set_stance("default")
+    try:
+        yield
+    finally:
+        stance.__exit__(None, None, None)
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        _local.blocks, _local.watchers = blocks, watchers
 
 
 def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None], *, first: bool = False) -> Handle:
@@ -244,6 +291,7 @@ def close_block(block: Block, blocks: list[Block]) -> None:
 def _begin() -> None:
     autograd: Any = torch.autograd
     engine = autograd._engine_run_backward
+    _engine[:] = [engine]
 
     def caught(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         stand_in = getattr(_local, "stand_in", None)
@@ -257,10 +305,42 @@ def _begin() -> None:
 
     autograd._engine_run_backward = caught
     _undo.append(restore)
+    _undo.append(_count_listening())
     if "torch._dynamo" in sys.modules:
         stance = torch.compiler.set_stance("force_eager")
         stance.__enter__()
         _undo.append(lambda: stance.__exit__(None, None, None))
+
+
+def listened() -> int:
+    """How often the user has put a hook on a tensor, or asked for its `.grad`, in this thread, a block being open."""
+    return getattr(_local, "listened", 0)
+
+
+def _count_listening() -> Callable[[], None]:
+    """Whether somebody listens to a gradient cannot be asked of a graph: it is counted where hooks are registered."""
+    register, retain = Tensor.register_hook, Tensor.retain_grad
+
+    def register_hook(self: Tensor, hook: Any) -> Any:
+        if not isinstance(hook, _Hook):
+            _local.listened = listened() + 1
+        return register(self, hook)
+
+    def retain_grad(self: Tensor) -> None:
+        _local.listened = listened() + 1
+        retain(self)
+
+    Tensor.register_hook, Tensor.retain_grad = register_hook, retain_grad  # type: ignore[method-assign, assignment]
+
+    def restore() -> None:
+        if Tensor.register_hook is register_hook:  # else somebody has put his own over it since
+            Tensor.register_hook = register  # type: ignore[method-assign]
+        if Tensor.__dict__.get("retain_grad") is retain_grad:
+            del Tensor.retain_grad  # what it inherits is seen again
+            if Tensor.retain_grad is not retain:
+                Tensor.retain_grad = retain  # type: ignore[method-assign]
+
+    return restore
 
 
 def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -269,16 +349,18 @@ def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any,
     if not blocks:
         return engine(roots, *args, **kwargs)
     outer = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
-    call = Backward(roots, args[0], args[3], bool(args[2]), bool(kwargs.get("accumulate_grad", False)))
+    adds = bool(kwargs.get("accumulate_grad", False))
+    call = Backward(roots, args[0], args[3], bool(args[1]), bool(args[2]), adds)
     begun: list[Block] = []
     failed = True
     _stash(blocks)
     try:
         for block in blocks:
             begun.append(block)
-            only = block.before_backward(call)
-            if only is not None and len(blocks) == 1:
-                args = (*args[:3], tuple(only), *args[4:])
+            wish = block.before_backward(call)
+            if wish is not None and len(blocks) == 1:
+                inputs = args[3] if wish.only is None else tuple(wish.only)
+                args = (args[0], call.retain_graph or wish.retain_graph, args[2], inputs, *args[4:])
         with torch.autograd.set_multithreading_enabled(False):
             result = engine(roots, *args, **kwargs)
         failed = False
@@ -287,6 +369,22 @@ def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any,
         _stash(outer)
         for block in begun:
             block.after_backward(failed=failed)
+
+
+def unseen_backward(
+    edges: Sequence[Any], grads: Sequence[Tensor], inputs: Sequence[Any], *, retain_graph: bool
+) -> tuple[Tensor | None, ...]:
+    """The gradients of `inputs`, by a backward of ours that no block of this thread sees; no `.grad` is touched. Hooks
+    on tensors in between fire."""
+    own, _local.blocks = getattr(_local, "blocks", []), []
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            return _engine[0](  # type: ignore[no-any-return]
+                tuple(edges), tuple(grads), retain_graph, False, tuple(inputs),
+                allow_unreachable=True, accumulate_grad=False,
+            )  # fmt: skip
+    finally:
+        _local.blocks = own
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ over; `left` names the parameters that nothing reached.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -112,9 +112,17 @@ class Norms(_Reducer):
         """The gradients of one parameter."""
         self.put(name, factors.sq_norms())
 
+    def wants_norms_alone(self, name: str) -> bool:
+        """Whether norms are all that is wanted of this parameter."""
+        return True
+
     def put(self, name: str, sq_norms: Tensor) -> None:
         """Squared norms that were had with something else."""
         self._by_parameter.setdefault(name, {})[self._now] = sq_norms
+
+    def latest(self) -> dict[str, Tensor]:
+        """{name: (n,)}: squared norms that the last backward brought."""
+        return {name: parts[self._now] for name, parts in self._by_parameter.items() if self._now in parts}
 
     def by_parameter(self) -> dict[str, Tensor]:
         """{name: (n,)}: squared norms of each parameter's part."""
@@ -173,6 +181,15 @@ class TokenNorms(_Reducer):
             self._squares[self._now] = self._new[wanted][0]
         self._new = {}
 
+    def positions_of(self, given: int | None) -> int | None:
+        """How many positions are wanted of samples whose input has so many; None if that is not known beforehand."""
+        return self._given or given
+
+    def put(self, squares: Tensor, left_out: Sequence[str]) -> None:
+        """(n, t) that were had elsewhere, and the parameters that are not in them."""
+        self._squares[self._now] = squares
+        self.left_out += left_out
+
     def sq_norms(self) -> Tensor:
         """(n, t)."""
         self._check()
@@ -185,83 +202,6 @@ class TokenNorms(_Reducer):
     def norms(self) -> Tensor:
         """(n, t)."""
         return self.sq_norms().sqrt()
-
-
-class WeightedSum(_Reducer):
-    """Σ w_n G_n of every parameter. With a callable, the weights come from the norms (clipping), which are known only
-    after the backward: the factors are held until then.
-
-    Examples:
-        >>> import unsum
-        >>> model = torch.nn.Linear(3, 2, bias=False)
-        >>> with unsum.gradients(model, unsum.WeightedSum(torch.tensor([1.0, 0.5]))) as g:
-        ...     model(torch.ones(2, 3)).sum().backward()
-        >>> g[unsum.WeightedSum].sum()["weight"]
-        tensor([[1.5000, 1.5000, 1.5000],
-                [1.5000, 1.5000, 1.5000]])
-    """
-
-    def __init__(self, w: Tensor | Callable[[Tensor], Tensor]) -> None:
-        if not callable(w) and (not isinstance(w, Tensor) or w.dim() != 1):
-            raise OptionError("WeightedSum(w): weights of shape (n,), or a callable norms -> (n,)")
-        self._w = w
-        super().__init__()
-
-    @property
-    def _adds(self) -> bool:  # type: ignore[override]
-        return not callable(self._w)
-
-    def reset(self) -> None:
-        super().reset()
-        self._sums: dict[str, Tensor] = {}
-        self._held: dict[str, Factors] = {}
-
-    def begin(self, n: int, again: bool) -> None:
-        """A backward with n samples begins."""
-        super().begin(n, again)
-        late = any(min(self._calls[self._now]) < min(calls) for calls in self._calls)
-        if not callable(self._w) and late and not again:
-            raise SamplesError(
-                "WeightedSum(w): the weights are in the order of the forwards, and this backward comes after one of a "
-                "later forward.\n  call backward in the order of the forwards, or give a function of the norms"
-            )
-
-    def take(self, name: str, factors: Factors) -> None:
-        """The gradients of one parameter."""
-        if callable(self._w):
-            self._held[name] = factors
-            return
-        first = sum(self._sizes[: self._now])
-        w = self._w[first : first + factors.n]
-        if len(w) != factors.n:
-            raise SamplesError(f"WeightedSum: {len(self._w)} weights for {sum(self._sizes)} samples")
-        self._add(name, factors, w)
-
-    def _add(self, name: str, factors: Factors, w: Tensor) -> None:
-        value = factors.weighted_sum(w)
-        self._sums[name] = self._sums[name] + value if name in self._sums else value
-
-    def end(self, left: Sequence[str]) -> None:
-        """The backward is over: if the weights come from the norms, here they are."""
-        if not callable(self._w) or not self._held:
-            return
-        squares = torch.stack([factors.sq_norms() for factors in self._held.values()]).sum(0)
-        w = self._w(squares.sqrt())
-        if not isinstance(w, Tensor) or w.shape != squares.shape:
-            what = f"a tensor of shape {tuple(w.shape)}" if isinstance(w, Tensor) else repr(w)
-            raise OptionError(
-                f"WeightedSum: the function of the norms gave {what}, not weights of shape ({len(squares)},)"
-            )
-        for name, factors in self._held.items():
-            self._add(name, factors, w)
-        self._held.clear()
-
-    def sum(self) -> dict[str, Tensor]:
-        """{parameter: Σ w_n G_n}."""
-        self._check()
-        if isinstance(self._w, Tensor) and len(self._w) != sum(self._sizes):
-            raise SamplesError(f"WeightedSum: {len(self._w)} weights for {sum(self._sizes)} samples")
-        return self._sums
 
 
 class SecondMoment(_Reducer):
@@ -321,7 +261,14 @@ class Project(_Reducer):
 
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
-        value = factors.project(self._k, self._seed)
+        self.put(name, factors.project(self._k, self._seed))
+
+    def options(self) -> tuple[int, int]:
+        """k and the seed."""
+        return self._k, self._seed
+
+    def put(self, name: str, value: Tensor) -> None:
+        """Add to a parameter's (n, k·k)."""
         parts = self._parts.setdefault(name, {})
         parts[self._now] = parts[self._now] + value if self._now in parts else value
 

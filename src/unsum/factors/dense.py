@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from unsum.kernels import fused
 from unsum.kernels.product import rows, squares
 
 
@@ -43,8 +43,11 @@ class Dense:
         return self.values.sum(0)
 
     def weighted_sum(self, w: Tensor) -> Tensor:
-        """Σ w_n G_n."""
-        return torch.tensordot(w.to(self.values), self.values, 1)
+        """Σ w_n G_n: one pass, in the order in which they lie in memory."""
+        strides = self.values.stride()
+        dims = sorted(range(1, self.values.dim()), key=lambda d: -strides[d])
+        total = fused.weighted_sum(self.values.permute(0, *dims), w)
+        return total.permute([dims.index(d) for d in range(1, self.values.dim())])
 
     def sq_norms(self) -> Tensor:
         """(n,)."""
@@ -53,6 +56,10 @@ class Dense:
     def norms_and_sum(self) -> tuple[Tensor, Tensor]:
         """Both."""
         return self.sq_norms(), self.sum()
+
+    def norms_and_each(self, *, want_sum: bool) -> tuple[Tensor, Tensor | None, Dense]:
+        """Norms, the sum if it is wanted, and the gradients."""
+        return self.sq_norms(), self.sum() if want_sum else None, self
 
     def times(self, factor: Tensor | float) -> Dense:
         """Every gradient multiplied by the same number."""

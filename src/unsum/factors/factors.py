@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 
@@ -13,11 +14,15 @@ from torch import Tensor
 
 from unsum.errors import OptionError, SamplesError
 from unsum.factors import total
+from unsum.factors.dense import Dense
 from unsum.factors.outer import Outer
 from unsum.factors.routed import Routed
+from unsum.factors.scale import Scale
 from unsum.factors.total import Kind
 from unsum.factors.windows import Windows
 from unsum.kernels.product import rows, wide
+
+SMALL = 1 << 14  # numbers of a parameter
 
 
 @dataclass
@@ -70,6 +75,8 @@ class Factors:
         self.shape = tuple(parameter.shape)
         self.dtype, self._device = wide(parameter.dtype), parameter.device  # what reads are given in
         self._shares, self._shared = shares, shared
+        self._sq_norms: Tensor | None = None  # once they are known, and the sum that came with them
+        self._sum: Tensor | None = None
 
     @property
     def n(self) -> int:
@@ -98,24 +105,58 @@ class Factors:
             raise OptionError(f"weighted_sum takes a tensor of shape ({self.n},), got {type(w).__name__}")
         if tuple(w.shape) != (self.n,):
             raise SamplesError(f"got {tuple(w.shape)} weights for {self.n} samples")
-        summed, first = self._zeros(*self.shape), 0
+        parts, first = [], 0
         for share in self._shares:
-            for kind in share.kinds:
-                summed = summed + share.times(kind.weighted_sum(w[first : first + share.n].to(self._device)))
+            own = w[first : first + share.n].to(self._device, self.dtype)
+            parts += [share.times(kind.weighted_sum(own)) for kind in share.kinds]
             first += share.n
-        return summed
+        return sum(parts[1:], parts[0]).to(self.dtype) if parts else self._zeros(*self.shape)
 
     def sq_norms(self) -> Tensor:
         """(n,): the squared norm of each sample's gradient."""
-        parts = [s.times(total.sq_norms(s.kinds), 2) if s.kinds else self._zeros(s.n) for s in self._shares]
-        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else self._zeros(0)
+        if self._sq_norms is None:
+            parts = [s.times(total.sq_norms(s.kinds), 2) if s.kinds else self._zeros(s.n) for s in self._shares]
+            self._sq_norms = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else self._zeros(0)
+        return self._sq_norms
 
     def norms_and_sum(self) -> tuple[Tensor, Tensor]:
         """(n,) and the sum over samples, from one product where that is cheaper."""
+        if self._sq_norms is not None:
+            return self._sq_norms, self.sum() if self._sum is None else self._sum
         if len(self._shares) == 1 and len(kinds := total.total(self._shares[0].kinds)) == 1:
             sq, summed = kinds[0].norms_and_sum()
-            return self._shares[0].times(sq, 2), self._shares[0].times(summed)
+            self._sq_norms, self._sum = self._shares[0].times(sq, 2), self._shares[0].times(summed)
+            return self._sq_norms, self._sum
         return self.sq_norms(), self.sum()
+
+    def formed(self, *, want_sum: bool = False) -> Factors:
+        """The same multiplied out, with norms (and the sum, if it is wanted) from the same product; itself where norms
+        need no gradient formed."""
+        if len(self._shares) != 1 or len(kinds := total.total(self._shares[0].kinds)) != 1:
+            return self
+        if isinstance(kinds[0], Dense) and self._sq_norms is not None:
+            return self
+        made = kinds[0].norms_and_each(want_sum=want_sum)
+        if made is None:
+            return self
+        (share,), (sq, summed, each) = self._shares, made
+        formed = copy(self)
+        formed._shares = [replace(share, kinds=[each], held=[])]
+        formed._sq_norms = self._sq_norms = share.times(sq, 2)
+        formed._sum = self._sum = None if summed is None else share.times(summed)
+        return formed
+
+    def small(self) -> Tensor | None:
+        """(n, numbers): the gradients of a scale or a shift, which are small; None of others."""
+        if len(self._shares) != 1 or len(kinds := self._shares[0].kinds) != 1 or self.is_complex:
+            return None
+        if not isinstance(kinds[0], Scale | Dense) or prod(self.shape) > SMALL:
+            return None
+        return rows(self._shares[0].times(kinds[0].per_sample())).to(self.dtype)
+
+    def is_changed(self) -> bool:
+        """Whether a tensor among the factors was changed in place since they came."""
+        return any(share.is_changed() for share in self._shares)
 
     def dot(self, other: Factors) -> Tensor:
         """(n, m): inner products with every one in `other`. Gradients are formed only where that is less work."""
@@ -139,17 +180,22 @@ class Factors:
         most k² elements is kept as it is. The same for the same name and seed."""
         if not isinstance(k, int) or k < 1:
             raise OptionError(f"project(k={k!r}): k is a whole number, 1 or more")
-        if prod(self.shape) <= k * k:
+        wanted = sides(self.shape, k)
+        return self.projected(k, None if wanted is None else projection(self.name, seed, *wanted, self._device))
+
+    def projected(self, k: int, matrices: tuple[Tensor, Tensor] | None) -> Tensor:
+        """(n, k·k) by these matrices, of which `sides` tells the sizes."""
+        if matrices is None:
             return rows(self.per_sample())
+        left, right = matrices
         if len(self.shape) < 2:
-            left, _ = projection(self.name, seed, k * k, prod(self.shape), 1, self._device)
             return rows(self.per_sample()) @ left.to(self.dtype).T
-        left, right = projection(self.name, seed, k, self.shape[0], prod(self.shape[1:]), self._device)
         parts = []
         for share in self._shares:
             each = [kind.project(left, right).to(self.dtype) for kind in share.kinds]
             parts.append(share.times(sum(each[1:], each[0])) if each else self._zeros(share.n, k, k))
-        return torch.cat(parts).flatten(1).to(self.dtype)
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return whole.flatten(1).to(self.dtype)
 
     def per_token(self) -> Tensor:
         """(n, t, *shape): the part of each position; padded with zeros where samples have unequal numbers."""
@@ -209,6 +255,19 @@ class Factors:
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self._device)
+
+
+def kept_numbers(shape: Sequence[int], k: int) -> int:
+    """How many numbers a projection leaves of a parameter of this shape."""
+    return min(prod(shape), k * k)
+
+
+def sides(shape: Sequence[int], k: int) -> tuple[int, int, int] | None:
+    """How many numbers on each side, rows and columns, the matrices have that project a parameter of this shape; None
+    if it is kept as it is."""
+    if prod(shape) <= k * k:
+        return None
+    return (k * k, prod(shape), 1) if len(shape) < 2 else (k, shape[0], prod(shape[1:]))
 
 
 @lru_cache(maxsize=512)

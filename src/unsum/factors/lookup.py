@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from unsum.factors.outer import Outer
+from unsum.kernels import fused
 from unsum.kernels.product import wide
 
 
@@ -51,7 +52,7 @@ class Lookup:
 
     def weighted_sum(self, w: Tensor) -> Tensor:
         """Σ w_n G_n."""
-        return self._added(self.delta * w.to(self.delta)[:, None, None])
+        return self._added(fused.scaled(self.delta, w))
 
     def _added(self, delta: Tensor) -> Tensor:
         total = torch.zeros(self.shape, dtype=self._wide(), device=delta.device)
@@ -59,19 +60,14 @@ class Lookup:
 
     def sq_norms(self) -> Tensor:
         """(n,): positions of one row are added first: sorted by row, so that no (n, rows, d) is formed."""
-        order = self.ids.argsort(1)
-        ids = self.ids.gather(1, order)
-        delta = self.delta.gather(1, order[..., None].expand_as(self.delta)).to(self._wide())
-        new = torch.ones_like(ids, dtype=torch.bool)
-        new[:, 1:] = ids[:, 1:] != ids[:, :-1]
-        place = new.flatten().cumsum(0).view_as(ids) - 1  # which of all (sample, row) pairs
-        sums = torch.zeros_like(delta.flatten(0, 1)).index_add_(0, place.flatten(), delta.flatten(0, 1))
-        squares = torch.linalg.vecdot(sums, sums)[place] * new
-        return squares.sum(1)
+        return fused.lookup_sq_norms(self.ids, self.delta).to(self._wide())
 
     def norms_and_sum(self) -> tuple[Tensor, Tensor]:
         """Both; nothing is saved here."""
         return self.sq_norms(), self.sum()
+
+    def norms_and_each(self, *, want_sum: bool) -> None:
+        """No gradient is formed."""
 
     def token_sq_norms(self) -> Tensor:
         """(n, t): |δ|² of each position."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from unsum.kernels import product
+from unsum.factors.dense import Dense
+from unsum.kernels import fused, product
 from unsum.kernels.product import Way, wide
+from unsum.kernels.traced import is_traced
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +27,7 @@ class Outer:
     groups: int = 1
     lengths: Tensor | None = None  # how many positions each sample has, if not all the same
     dtype: torch.dtype | None = None  # of the parameter
+    token_squares: Callable[[], Tensor] | None = None  # (n, t): |δ_nt|²·|a_nt|², from a pass that others share
 
     @property
     def n(self) -> int:
@@ -54,18 +59,20 @@ class Outer:
 
     def sum(self) -> Tensor:
         """The sum over samples: one product, as torch does it."""
-        return self._placed(self._product(self.delta))
+        return self._placed(self._product(self.delta, self.a))
 
     def weighted_sum(self, w: Tensor) -> Tensor:
-        """Σ w_n G_n: one product."""
-        factor = w.to(self.delta).repeat_interleave(self.groups)
-        return self._placed(self._product(self.delta * factor[:, None, None]))
+        """Σ w_n G_n: one product. The smaller of the two factors takes the weights."""
+        w = w.repeat_interleave(self.groups) if self.groups > 1 else w
+        if self.a.shape[-1] < self.delta.shape[-1]:
+            return self._placed(self._product(self.delta, fused.scaled(self.a, w)))
+        return self._placed(self._product(fused.scaled(self.delta, w), self.a))
 
-    def _product(self, delta: Tensor) -> Tensor:
+    def _product(self, delta: Tensor, a: Tensor) -> Tensor:
         if self.groups == 1:
-            return delta.flatten(0, 1).T @ self.a.flatten(0, 1)
+            return delta.flatten(0, 1).T @ a.flatten(0, 1)
         apart = lambda x: x.unflatten(0, (self.n, self.groups)).transpose(0, 1).flatten(1, 2)
-        return torch.bmm(apart(delta).mT, apart(self.a))
+        return torch.bmm(apart(delta).mT, apart(a))
 
     def way(self, *, want_sum: bool) -> Way:
         """The cheapest way to the norms."""
@@ -82,12 +89,34 @@ class Outer:
             return self._by_sample(product.sq_norms(self.a, self.delta, way)), self.sum()
         sq, total = product.norms_and_sum(self.a, self.delta, want_sum=True)
         assert total is not None
-        return sq, (total.T if self.turned else total).reshape(self.shape)
+        placed = total.T if self.turned else total
+        return sq, placed if placed.shape == self.shape else placed.reshape(
+            self.shape
+        )  # no view: `.grad` takes it as is
+
+    @property
+    def positions(self) -> int:
+        """Of one sample."""
+        return self.a.shape[1]
+
+    def forms(self) -> bool:
+        """Whether the cheapest way to norms and a sum forms every gradient."""
+        return self.groups == 1 and self.way(want_sum=True) == "product"
+
+    def norms_and_each(self, *, want_sum: bool) -> tuple[Tensor, Tensor | None, Dense] | None:
+        """Norms, the sum if it is wanted, and the gradients that are formed for them; None where none are."""
+        if not self.forms():
+            return None
+        rows, columns = (self.a, self.delta) if self.turned else (self.delta, self.a)
+        sq, total, each = product.norms_and_each(columns, rows, want_sum=want_sum)
+        return sq, None if total is None else total.reshape(self.shape), Dense(each.reshape(self.n, *self.shape))
 
     def token_sq_norms(self) -> Tensor:
         """(n, t): |δ|²·|a|² of each position."""
-        square = lambda x: torch.linalg.vector_norm(x, dim=-1, dtype=wide(x.dtype)).square()
-        each = square(self.a) * square(self.delta)
+        if self.token_squares is not None:
+            return self.token_squares()
+        n, t = self.a.shape[:2]
+        each = fused.token_sq_norms(self.a.flatten(0, 1), self.delta.flatten(0, 1))[0].view(n, t)
         return each if self.groups == 1 else each.unflatten(0, (self.n, self.groups)).sum(1)
 
     def dot(self, other: Outer) -> Tensor:
@@ -100,7 +129,7 @@ class Outer:
 
     def times(self, factor: Tensor | float) -> Outer:
         """Every gradient multiplied by the same number."""
-        return replace(self, delta=self.delta * factor)
+        return replace(self, delta=self.delta * factor, token_squares=None)
 
     def plus(self, other: Outer) -> Outer | None:
         """The sum with another one of the same matrix: more positions; None if it cannot be."""
@@ -112,7 +141,7 @@ class Outer:
         if (self.a.dtype, self.delta.dtype) != (other.a.dtype, other.delta.dtype):
             return None
         a, delta = torch.cat([self.a, other.a], 1), torch.cat([self.delta, other.delta], 1)
-        return replace(self, a=a, delta=delta, lengths=None)
+        return replace(self, a=a, delta=delta, lengths=None, token_squares=None)
 
     def project(self, left: Tensor, right: Tensor) -> Tensor:
         """(n, k, k): L G R for a parameter seen as a matrix (rows, rest); no gradient is formed."""
@@ -123,7 +152,19 @@ class Outer:
             return _two_sided(self.per_sample(), left, right)
         if rows.shape[-1] != self.shape[0]:
             return _two_sided(self.per_sample(), left, right)
-        return torch.bmm((rows @ left.to(rows).T).mT, columns @ right.to(columns)).to(wide(self.a.dtype))
+        return torch.bmm((rows @ _like(left, rows).T).mT, columns @ _like(right, columns)).to(wide(self.a.dtype))
+
+
+def _like(matrix: Tensor, other: Tensor) -> Tensor:
+    """A projection in another's dtype, which is the same in every step: cast once."""
+    if matrix.dtype == other.dtype or is_traced(other):
+        return matrix.to(other)
+    return _cast(matrix, other.dtype, other.device)
+
+
+@lru_cache(maxsize=512)
+def _cast(matrix: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return matrix.to(device, dtype)
 
 
 def _two_sided(values: Tensor, left: Tensor, right: Tensor) -> Tensor:

@@ -87,18 +87,21 @@ class Routed:
 
     def sum(self) -> Tensor:
         """The sum over samples: one product for each matrix, as torch does it."""
-        return self._placed(self._summed(self.delta))
+        return self._placed(self._summed(self.delta, self.a))
 
     def weighted_sum(self, w: Tensor) -> Tensor:
-        """Σ w_n G_n: one product for each matrix."""
-        factor = torch.cat([w, w.new_zeros(1)]).to(self.delta)[self.sample.long()]
-        return self._placed(self._summed(self.delta * factor[:, None]))
+        """Σ w_n G_n: one product for each matrix. The smaller of the two factors takes the weights, unrounded."""
+        each = torch.cat([w, w.new_zeros(1)]).to(self.delta.device, wide(self.delta.dtype))[self.sample.long()]
+        scaled = lambda x: (x * each[:, None]).to(x.dtype)
+        if self.a.shape[1] < self.delta.shape[1]:
+            return self._placed(self._summed(self.delta, scaled(self.a)))
+        return self._placed(self._summed(scaled(self.delta), self.a))
 
-    def _summed(self, delta: Tensor) -> Tensor:
+    def _summed(self, delta: Tensor, a: Tensor) -> Tensor:
         if self.ends is not None:
-            return segments.products(delta, self.a, self.ends)
+            return segments.products(delta, a, self.ends)
         order, bounds = segments.sort(self.matrix.masked_fill(self.sample < 0, self.matrices), self.matrices)
-        return segments.products(delta[order], self.a[order], bounds[1:])
+        return segments.products(delta[order], a[order], bounds[1:])
 
     def sq_norms(self) -> Tensor:
         """(n,): by the cheapest way for the shape, without waiting for a device if it can be."""
@@ -118,6 +121,9 @@ class Routed:
     def norms_and_sum(self) -> tuple[Tensor, Tensor]:
         """Both; nothing is saved here."""
         return self.sq_norms(), self.sum()
+
+    def norms_and_each(self, *, want_sum: bool) -> None:
+        """No gradient is formed."""
 
     def token_sq_norms(self) -> Tensor:
         """(n, t): |δ|²·|a|² of each position."""

@@ -25,6 +25,7 @@ class Scale:
     lengths: Tensor | None = None
     dtype: torch.dtype | None = None
     summed: Callable[[], Tensor] | None = None  # (n, *features): Σ_t δ_nt·x_nt, if there is a faster way to it
+    token_squares: Callable[[], Tensor] | None = None  # (n, t): |δ_nt·x_nt|², from a pass that others share
 
     @property
     def n(self) -> int:
@@ -72,6 +73,8 @@ class Scale:
         """(n, t)."""
         wanted = wide(self.dtype or self.delta.dtype)
         summed_over = self._broadcast()[1:] != tuple(self.delta.shape[2:])
+        if self.token_squares is not None and not summed_over:
+            return self.token_squares().to(wanted)
         each = self.tokens() if summed_over else self._each()
         flat = each.reshape(*each.shape[:2], prod(each.shape[2:]))
         return torch.linalg.vector_norm(flat, dim=2, dtype=wanted).square()
@@ -92,9 +95,13 @@ class Scale:
         """Both."""
         return self.formed().norms_and_sum()
 
+    def norms_and_each(self, *, want_sum: bool) -> tuple[Tensor, Tensor | None, Dense]:
+        """Norms, the sum if it is wanted, and the gradients."""
+        return self.formed().norms_and_each(want_sum=want_sum)
+
     def times(self, factor: Tensor | float) -> Scale:
         """Every gradient multiplied by the same number."""
-        return replace(self, delta=self.delta * factor, summed=None)
+        return replace(self, delta=self.delta * factor, summed=None, token_squares=None)
 
     def plus(self, other: Scale) -> Dense:
         """The sum with another one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from unsum.factors.dense import Dense
 from unsum.factors.outer import Outer
-from unsum.kernels import costs, product
+from unsum.kernels import costs, fused, product, windows
 from unsum.kernels.product import Way, wide
+from unsum.kernels.traced import hint, is_traced
+
+ALIGNED_PLACES = 8  # other numbers of places take slow kernels where (places, places) is formed
 
 
 @dataclass(frozen=True)
@@ -52,16 +56,16 @@ class Windows:
     def outer(self) -> Outer:
         """The same as outer products, windows unfolded."""
         (n, t), g = self.x.shape[:2], self.geometry.groups
-        windows = unfold(self.x.flatten(0, 1), self.geometry, tuple(self.delta.shape[3:]))  # (n·t, C·k, places)
-        a = windows.view(n, t, g, -1, windows.shape[-1])
-        delta = self.delta.reshape(n, t, g, -1, windows.shape[-1])
+        unfolded = unfold(self.x.flatten(0, 1), self.geometry, tuple(self.delta.shape[3:]))  # (n·t, C·k, places)
+        a = unfolded.view(n, t, g, -1, unfolded.shape[-1])
+        delta = self.delta.reshape(n, t, g, -1, unfolded.shape[-1])
         a, delta = (x.permute(0, 2, 1, 4, 3).reshape(n * g, -1, x.shape[3]) for x in (a, delta))
         return Outer(a, delta, self.shape, groups=g, dtype=self.dtype)
 
     def way(self, *, want_sum: bool) -> Way:
         """The cheapest way to the norms."""
         (o, *rest), places = self.shape, prod(self.delta.shape[3:]) * self.delta.shape[1]
-        return costs.cheaper(places, prod(rest), o // self.geometry.groups, self.x.device.type, want_sum=want_sum)
+        return costs.cheaper(hint(places), prod(rest), o // self.geometry.groups, self.x.device.type, want_sum=want_sum)
 
     def _one_by_one(self) -> Iterator[Tensor]:
         """Each sample's gradient, by torch's own convolution; as fast as that of the whole batch on a CPU."""
@@ -72,8 +76,12 @@ class Windows:
                 [0] * len(geometry.kernel), geometry.groups, [False, True, False],
             )[1]  # fmt: skip
 
+    def _is_for_the_gpu(self) -> bool:
+        return fused.is_on_a_gpu(self.x) and not self.turned and self.geometry.groups == 1 and self.n > 0
+
     def _is_for_the_processor(self) -> bool:
-        return self.x.device.type == "cpu" and not self.turned and self.n > 0 and self.x.dtype != torch.float16
+        usual = not self.turned and self.x.dtype != torch.float16 and not is_traced(self.x)
+        return self.x.device.type == "cpu" and usual and self.n > 0
 
     def per_sample(self) -> Tensor:
         """(n, *shape)."""
@@ -92,11 +100,16 @@ class Windows:
 
     def sum(self) -> Tensor:
         """The sum over samples."""
+        if self._is_for_the_gpu():
+            whole = replace(self, x=self.x.flatten(0, 1)[None], delta=self.delta.flatten(0, 1)[None])
+            total = next(whole._one_by_one())  # as torch does it: nothing is unfolded
+            return total.to(wide(self.dtype or total.dtype))
         return self.outer().sum()
 
     def weighted_sum(self, w: Tensor) -> Tensor:
-        """Σ w_n G_n."""
-        return replace(self, delta=self.delta * w.to(self.delta).view(-1, *(1 for _ in self.delta.shape[1:]))).sum()
+        """Σ w_n G_n. The smaller of the two factors takes the weights."""
+        name = "x" if self.x.numel() < self.delta.numel() else "delta"
+        return replace(self, **{name: fused.scaled(getattr(self, name), w)}).sum()  # type: ignore[arg-type]
 
     def sq_norms(self) -> Tensor:
         """(n,)."""
@@ -109,31 +122,73 @@ class Windows:
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """(n, places, kernel·channels) and (n, places, o): windows, channels last, as a GPU reads them best."""
-        (n, t), geometry = self.x.shape[:2], self.geometry
+        n, t = self.x.shape[:2]
         x, delta = (tensor.flatten(0, 1).movedim(1, -1) for tensor in (self.x, self.delta))
-        places = tuple(delta.shape[1:-1])
-        padding = [0, 0, *(p for pad in reversed(geometry.padding) for p in (pad, pad))]
-        x = F.pad(x, padding) if any(padding) else x
-        for d, (size, step, apart) in enumerate(
-            zip(geometry.kernel, geometry.stride, geometry.dilation, strict=True), start=1
-        ):
-            x = x.unfold(d, apart * (size - 1) + 1, step)[..., ::apart].narrow(d, 0, places[d - 1])
-        dims = len(places)
-        x = x.permute(*range(dims + 1), *range(dims + 2, 2 * dims + 2), dims + 1)  # m, places, kernel, channels
-        return x.reshape(n, t * prod(places), -1), delta.reshape(n, t * prod(places), -1)
+        a, delta = windows.rows(x, delta, *self._geometry())
+        return a.reshape(n, t * a.shape[1], a.shape[2]), delta.reshape(n, t * delta.shape[1], delta.shape[2])
 
-    def _by_rows(self, *, want_sum: bool) -> tuple[Tensor, Tensor | None]:
-        a, delta = self.rows()
-        sq, total = product.norms_and_sum(a, delta, want_sum=want_sum)
-        if total is None:
-            return sq, None
-        o, channels = self.shape[:2]
-        placed = total.view(o, *self.geometry.kernel, channels).movedim(-1, 1)
-        return sq, placed
+    def _geometry(self) -> list[Sequence[int]]:
+        geometry = self.geometry
+        return [geometry.kernel, geometry.stride, geometry.padding, geometry.dilation]
+
+    def _images(self) -> tuple[Tensor, Tensor, list[Sequence[int]]] | None:
+        """(n, h, w, channels), (n, down, right, o) where they lie, the geometry; None if they are no single images."""
+        if self.x.shape[1] != 1 or self.x.dim() not in (4, 5):
+            return None
+        x, delta = (tensor[:, 0].movedim(1, -1) for tensor in (self.x, self.delta))
+        if x.dim() == 4:
+            return x, delta, self._geometry()
+        line: list[Sequence[int]] = [[first, *rest] for first, rest in zip((1, 1, 0, 1), self._geometry(), strict=True)]
+        return x[:, None], delta[:, None], line  # one line of an image
+
+    def _is_unfolded(self) -> bool:
+        """Whether rows of windows are copies."""
+        geometry = self.geometry
+        return any(size > 1 for size in (*geometry.kernel, *geometry.stride)) or any(geometry.padding)
+
+    def _on_a_gpu(self, *, want_sum: bool) -> tuple[Tensor, Tensor | None]:
+        """By a kernel that unfolds nothing where that is the cheaper way, else by rows."""
+        way, images = self.way(want_sum=want_sum), self._images()
+        (o, *rest), places = self.shape, prod(self.delta.shape[3:])
+        if way == "gram":
+            if images is not None and (self._is_unfolded() or places % ALIGNED_PLACES):
+                x, delta, geometry = images
+                if fused.serves("gram_sq_norms", x, delta):
+                    return fused.gram_sq_norms(x, delta, *geometry), None
+            return product.sq_norms(*self.rows(), way), None
+        if images is not None and self._is_unfolded() and costs.spares_unfolding(places, prod(rest), o, "cuda"):
+            x, delta, geometry = images
+            if x.dtype in (torch.bfloat16, torch.float16) and fused.serves("products", x, delta):
+                sq, total, _ = fused.products(x, delta, *geometry, False)
+                return sq, self._from_rows(total)
+        sq, summed = product.norms_and_sum(*self.rows(), want_sum=want_sum)
+        return sq, None if summed is None else self._from_rows(summed)
+
+    @property
+    def positions(self) -> int:
+        """Of one sample."""
+        return self.delta.shape[1] * prod(self.delta.shape[3:])
+
+    def forms(self) -> bool:
+        """Whether the cheapest way to norms and a sum forms every gradient."""
+        return self.way(want_sum=True) == "product" and (self._is_for_the_gpu() or self._is_for_the_processor())
+
+    def norms_and_each(self, *, want_sum: bool) -> tuple[Tensor, Tensor | None, Dense] | None:
+        """Norms, the sum if it is wanted, and the gradients that are formed for them; None where none are."""
+        if not self.forms():
+            return None
+        if self._is_for_the_processor():
+            return Dense(torch.stack(list(self._one_by_one()))).norms_and_each(want_sum=want_sum)
+        sq, total, each = product.norms_and_each(*self.rows(), want_sum=want_sum)
+        return sq, None if total is None else self._from_rows(total), Dense(self._from_rows(each))
+
+    def _from_rows(self, matrix: Tensor) -> Tensor:
+        """(…, o, kernel·channels) in the parameter's own shape, without moving a number."""
+        return matrix.unflatten(-1, (*self.geometry.kernel, self.shape[1])).movedim(-1, -1 - len(self.geometry.kernel))
 
     def _reduced(self, *, want_sum: bool) -> tuple[Tensor, Tensor | None]:
-        if self.x.is_cuda and not self.turned and self.geometry.groups == 1 and self.way(want_sum=want_sum) != "gram":
-            return self._by_rows(want_sum=want_sum)
+        if self._is_for_the_gpu():
+            return self._on_a_gpu(want_sum=want_sum)
         if self.way(want_sum=want_sum) == "gram" or not self._is_for_the_processor():
             return self.outer().norms_and_sum() if want_sum else (self.outer().sq_norms(), None)
         norms, total = [], None

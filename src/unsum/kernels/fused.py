@@ -1,7 +1,8 @@
-"""Several small passes over memory as one: Triton kernels for CUDA, each with a plain torch twin that is always there.
+"""Several passes over memory as one: Triton kernels for CUDA, each with a plain torch twin that is always there.
 
-`UNSUM_KERNELS=off` turns them off. A kernel is used where Triton is installed, the tensors are on a GPU and contiguous,
-and the first use on a device has given what the twin gives.
+`UNSUM_KERNELS=off` turns them off. A kernel is used where Triton is installed, the tensors are on a GPU and lie in
+memory as it needs them, and its first use on a device has given what the twin gives. Inside `torch.compile` each is an
+operator, `torch.ops.unsum.*`, which makes the same choice when the compiled code runs.
 """
 
 from __future__ import annotations
@@ -10,77 +11,228 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from unsum.kernels import twins
+from unsum.kernels.traced import is_traced
 
-def norms_and_sum(each: Tensor) -> tuple[Tensor, Tensor]:
-    """(n,) squared norms and the sum over samples (o, i), from gradients (n, o, i) in one pass."""
-    if serves(each):
-        return _kernels().norms_and_sum(each)  # type: ignore[no-any-return]
-    return norms_and_sum_twin(each)
-
-
-def norms_and_sum_twin(each: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in two passes."""
-    norms = torch.linalg.vector_norm(each.flatten(1), dim=1, dtype=_wide(each))
-    return norms.square(), torch.sum(each, 0)  # torch adds up in float32 at least
+Make = Callable[..., Tensor]
+SMALL = 1 << 18  # numbers, below which starting a kernel takes longer than what it does
+WINDOWS = "Tensor x, Tensor delta, SymInt[] kernel, SymInt[] stride, SymInt[] padding, SymInt[] dilation"
 
 
-def scale_and_shift(delta: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """(n, d) twice: Σ_t δ·(x - mean)·rstd and Σ_t δ, of δ and x (n, t, d), mean and rstd (n, t), in one pass."""
-    if serves(delta, x):
-        return _kernels().scale_and_shift(delta, x, mean, rstd)  # type: ignore[no-any-return]
-    return scale_and_shift_twin(delta, x, mean, rstd)
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel, by its twin and what it is tried with."""
+
+    twin: Callable[..., Any]
+    example: Callable[[Make], tuple[Any, ...]]
+    fits: Callable[..., bool]  # whether tensors lie in memory as the kernel needs them
 
 
-def scale_and_shift_twin(delta: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, pass by pass."""
-    normalised = ((x - mean[..., None]) * rstd[..., None]).to(x.dtype)
-    return (delta * normalised).sum(1, dtype=_wide(delta)), delta.sum(1, dtype=_wide(delta))
+KERNELS: dict[str, Kernel] = {}
+_LAUNCHED: list[str] = []  # those that a compiler launches itself
+_ready: set[tuple[str, torch.device, torch.dtype]] = set()  # of these, the ones that were tried
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
+def make_ready(device: torch.device, dtype: torch.dtype) -> None:
+    """Try the kernels that a compiler may launch itself: it cannot be done while it writes down."""
+    if device.type == "cuda" and dtype in _DTYPES:
+        _ready.update((name, device, dtype) for name in _LAUNCHED if is_on(name, device, dtype))
 
 
-def serves(*tensors: Tensor) -> bool:
+def _offer(
+    name: str,
+    schema: str,
+    example: Callable[[Make], tuple[Any, ...]],
+    fits: Callable[..., bool] = lambda *_: True,
+    *,
+    compiled: Literal["operator", "kernel", "twin"] = "operator",
+) -> Callable[..., Any]:
+    """A function that runs the kernel, or its twin where there is none. In a graph that is compiled: an operator that
+    does so; the kernel itself, launched as the compiler's own are; or the twin, where the compiler makes as good a
+    kernel of it."""
+    twin = getattr(twins, name)
+    KERNELS[name] = Kernel(twin, example, fits)
+
+    def chosen(*given: Any) -> Any:
+        return getattr(_kernels(), name)(*given) if serves(name, *given) else twin(*given)
+
+    def alone(*given: Any) -> Any:  # what an operator gives may not share memory
+        found = chosen(*given)
+        return found if isinstance(found, Tensor) else tuple(_own(found, k) for k in range(len(found)))
+
+    operator = torch.library.custom_op(f"unsum::{name}", alone, mutates_args=(), schema=schema)
+    operator.register_fake(twin)
+
+    def call(*given: Any) -> Any:
+        if not is_traced(given[0]):
+            return chosen(*given)
+        if compiled == "kernel" and serves(name, *given) and (name, given[0].device, given[0].dtype) in _ready:
+            return getattr(_kernels(), name)(*given)
+        return twin(*given) if compiled == "twin" else operator(*given)
+
+    if compiled == "kernel":
+        _LAUNCHED.append(name)
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
+def _own(found: tuple[Tensor, ...], k: int) -> Tensor:
+    here = found[k].untyped_storage().data_ptr()
+    return found[k].clone() if here and any(t.untyped_storage().data_ptr() == here for t in found[:k]) else found[k]
+
+
+def serves(name: str, *given: Any) -> bool:
     """Whether there is a kernel for these tensors."""
-    return all(
-        t.is_cuda and t.dtype in _DTYPES and t.is_contiguous() and bool(t.numel()) and is_on(t.device) for t in tensors
-    )
+    tensors = [g for g in given if isinstance(g, Tensor)]
+    if not all(is_on_a_gpu(t) and (t.dtype in _DTYPES or t.dtype in _WHOLE) and t.numel() for t in tensors):
+        return False
+    first = next(t for t in tensors if t.dtype in _DTYPES)
+    if not KERNELS[name].fits(*tensors):
+        return False
+    return is_installed() if is_traced(first) else is_on(name, first.device, first.dtype)
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_WHOLE = (torch.int64, torch.int32)
+
+
+def is_on_a_gpu(tensor: Tensor) -> bool:
+    """Whether a tensor is where kernels run."""
+    return tensor.is_cuda
+
+
+def is_installed() -> bool:
+    """Whether there is Triton, and kernels are not turned off."""
+    return os.environ.get("UNSUM_KERNELS", "").lower() != "off" and _has_triton()
 
 
 @functools.cache
-def is_on(device: torch.device) -> bool:
-    """Whether there are kernels for this device, and they give there what their twins give."""
-    if os.environ.get("UNSUM_KERNELS", "").lower() == "off" or importlib.util.find_spec("triton") is None:
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def is_on(name: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a kernel runs on this device, and gives there what its twin gives."""
+    if not is_installed():
         return False
     generator = torch.Generator(device).manual_seed(0)
-    make = lambda *shape: torch.randn(shape, device=device, generator=generator)
-    sequences, numbers = [make(3, 70, 33) for _ in range(2)], [make(3, 70) for _ in range(2)]
-    cases: list[tuple[str, Callable[..., Any], Sequence[Tensor]]] = [
-        ("norms_and_sum", norms_and_sum_twin, sequences[:1]),
-        ("scale_and_shift", scale_and_shift_twin, [*sequences, *numbers]),
-    ]
+    make = lambda *shape: torch.randn(shape, device=device, generator=generator).to(dtype)
+    given = KERNELS[name].example(make)
+    precise = [g.float() if isinstance(g, Tensor) and g.is_floating_point() else g for g in given]
+    loose = 1e-4 if dtype == torch.float32 else 2e-2
     try:
-        for name, twin, given in cases:
-            kernel = getattr(_kernels(), name)
-            for ours, wanted in zip(kernel(*given), twin(*given), strict=True):
-                torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-4)
+        found, wanted = getattr(_kernels(), name)(*given), KERNELS[name].twin(*precise)
+        for ours, theirs in zip(_listed(found), _listed(wanted), strict=True):
+            largest = float(theirs.abs().max()) if theirs.numel() else 0.0
+            torch.testing.assert_close(ours.float(), theirs, rtol=loose, atol=loose * largest)
     except Exception as error:  # no compiler, another Triton, an old GPU: the twins are always there
-        warnings.warn(f"unsum: Triton kernels are not used on {device}: {str(error).splitlines()[0]}", stacklevel=2)
+        what = f"unsum: the Triton kernel {name} is not used on {device} ({dtype}): {str(error).splitlines()[0]}"
+        warnings.warn(what, stacklevel=2)
         return False
     return True
+
+
+def _listed(found: Any) -> list[Tensor]:
+    return [found] if isinstance(found, Tensor) else list(found)
 
 
 def _kernels() -> Any:
     from unsum.kernels import triton_kernels
 
     return triton_kernels
+
+
+def _is_dense(each: Tensor) -> bool:
+    return each.is_contiguous()
+
+
+def _has_rows(*tensors: Tensor) -> bool:
+    """Whether the numbers of a row lie beside each other."""
+    return all(t.dim() != 2 or t.stride(1) == 1 or t.shape[1] == 1 for t in tensors)
+
+
+def lies_evenly(x: Tensor, delta: Tensor) -> bool:
+    """Whether a product can be made of an image and δ where they lie: as far from a place of δ to the next in a line
+    as from the end of a line to the next one."""
+    _, high, wide, _ = delta.shape
+    even = high == 1 or wide == 1 or delta.stride(1) == wide * delta.stride(2)
+    return even and x.dtype == delta.dtype
+
+
+def _norm(make: Make, *shape: int) -> tuple[Any, ...]:
+    return make(*shape), make(*shape), make(*shape[:-1]), make(*shape[:-1])
+
+
+def _image(make: Make) -> tuple[Any, ...]:
+    return make(3, 6, 5, 128), make(3, 3, 3, 130), [3, 3], [2, 2], [1, 1], [1, 1]
+
+
+norms_and_sum = _offer(
+    "norms_and_sum", "(Tensor each) -> (Tensor, Tensor)", lambda make: (make(3, 70, 33),), _is_dense, compiled="kernel"
+)
+norms_and_sum.__doc__ = "(n,) squared norms and the sum over samples, from gradients (n, …) in one pass."
+
+scale_and_shift = _offer(
+    "scale_and_shift", "(Tensor delta, Tensor x, Tensor mean, Tensor rstd) -> (Tensor, Tensor)",
+    lambda make: _norm(make, 3, 70, 33), compiled="twin",
+)  # fmt: skip
+scale_and_shift.__doc__ = "(n, d) twice: Σ_t δ·(x - mean)·rstd and Σ_t δ, of δ and x (n, t, d), mean and rstd (n, t)."
+
+channel_sums = _offer(
+    "channel_sums", "(Tensor delta, Tensor x, Tensor mean, Tensor variance, float eps) -> (Tensor, Tensor)",
+    lambda make: (make(3, 70, 33), make(3, 70, 33), make(33), make(33).abs(), 0.1), compiled="twin",
+)  # fmt: skip
+channel_sums.__doc__ = """(n, d) twice: Σ_t δ·(x - mean)/√(variance + eps) and Σ_t δ, of δ and x (n, t, d) with any
+strides, mean and variance (d,)."""
+
+token_sq_norms = _offer(
+    "token_sq_norms", "(Tensor a, Tensor delta) -> (Tensor, Tensor)", lambda make: (make(70, 33), make(70, 600)),
+    _has_rows, compiled="twin",
+)  # fmt: skip
+token_sq_norms.__doc__ = "(rows,) twice: |a|²·|δ|² and |δ|², of a (rows, i) and δ (rows, o)."
+
+normalised_token_sq_norms = _offer(
+    "normalised_token_sq_norms", "(Tensor delta, Tensor x, Tensor mean, Tensor rstd) -> (Tensor, Tensor)",
+    lambda make: _norm(make, 70, 600), _has_rows, compiled="twin",
+)  # fmt: skip
+normalised_token_sq_norms.__doc__ = """(rows,) twice: Σ_d (δ·(x - mean)·rstd)² and Σ_d δ², of δ and x (rows, d),
+mean and rstd (rows,)."""
+
+lookup_sq_norms = _offer(
+    "lookup_sq_norms", "(Tensor ids, Tensor delta) -> Tensor",
+    lambda make: (make(3, 70).mul(3).long(), make(3, 70, 33)),
+)  # fmt: skip
+lookup_sq_norms.__doc__ = """(n,): the squared norm of what a table gets from each sample, of ids (n, t) and δ
+(n, t, d); positions of one row are added first."""
+
+products = _offer(
+    "products", f"({WINDOWS}, bool with_shift) -> (Tensor, Tensor, Tensor)", lambda make: (*_image(make), True),
+    lies_evenly,
+)  # fmt: skip
+products.__doc__ = """(n,) squared norms, the sum over samples (o, taps·channels), and (n, o) Σ δ if asked for; of x
+(n, h, w, channels) and δ (n, places down, places right, o). No window is unfolded, no sample's gradient stored."""
+
+gram_sq_norms = _offer("gram_sq_norms", f"({WINDOWS}) -> Tensor", _image, lies_evenly)
+gram_sq_norms.__doc__ = "(n,) squared norms by pairs of places; arguments as `products` has them."
+
+weighted_sum = _offer(
+    "weighted_sum", "(Tensor each, Tensor w) -> Tensor", lambda make: (make(3, 70, 33), make(3).float()),
+    lambda each, w: each.is_contiguous() and (each.dtype != twins.wide(each.dtype) or each.numel() >= SMALL),
+    compiled="twin",
+)  # fmt: skip
+weighted_sum.__doc__ = "(…): Σ w_n each_n of (n, …) and (n,), in float32 at least: the weights are not rounded."
+
+scaled = _offer(
+    "scaled", "(Tensor x, Tensor w) -> Tensor", lambda make: (make(3, 70, 33), make(3).float()),
+    lambda x, w: x.is_contiguous(), compiled="twin",
+)  # fmt: skip
+scaled.__doc__ = "x (n, …) with the n-th part multiplied by w_n, rounded once."

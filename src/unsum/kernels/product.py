@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 from unsum.kernels import costs, fused
+from unsum.kernels.traced import hint, is_traced
 
 Way = Literal["product", "gram", "rank one"]
 
 TILE = {"cpu": 1 << 25, "cuda": 1 << 27}  # elements of one tile of per-sample gradients
+ONE_PLACE = ([1, 1], [1, 1], [0, 0], [1, 1])  # kernel, stride, padding, dilation of a linear layer seen as windows
+FEW = {"cuda": 1 << 34}  # products of numbers, up to which starting kernels is what takes time in compiled code
 ALIGNED = 128  # rows of a tile: others take slow kernels on a GPU
 
 
@@ -33,7 +36,9 @@ def choose(a: Tensor, delta: Tensor, *, want_sum: bool) -> Way:
     (_, t, i), o = a.shape, delta.shape[-1]
     if t == 1:
         return "rank one"
-    return costs.cheaper(t, i, o, a.device.type, want_sum=want_sum)
+    if want_sum and is_traced(a) and hint(a.shape[0] * t) * i * o < FEW.get(a.device.type, 0):
+        return "product"  # fewer kernels
+    return costs.cheaper(hint(t), i, o, a.device.type, want_sum=want_sum)
 
 
 def rows(values: Tensor) -> Tensor:
@@ -68,12 +73,19 @@ def gram(a: Tensor, delta: Tensor, other_a: Tensor, other_delta: Tensor) -> Tens
 def norms_and_sum(a: Tensor, delta: Tensor, *, want_sum: bool) -> tuple[Tensor, Tensor | None]:
     """The squared norms (n,) and, from the same product, the sum over samples (o, i)."""
     (n, _, i), o = a.shape, delta.shape[-1]
-    if a.device.type == "cpu" and (some := _at_once(n, o * i)) < n:
+    if a.device.type == "cpu" and not is_traced(a) and (some := _at_once(n, o * i)) < n:
         return (
             _one_by_one(a, delta, want_sum=want_sum) if some == 1 else _some_at_once(a, delta, some, want_sum=want_sum)
         )
+    if (
+        want_sum
+        and costs.is_fused(a.shape[1], i, o, a.device.type)
+        and fused.serves("products", a[:, None], delta[:, None])
+    ):
+        return fused.products(a[:, None], delta[:, None], *ONE_PLACE, False)[:2]
     tile = TILE.get(a.device.type, 1 << 25)
-    rows = o if n * o * i <= tile else max(ALIGNED, tile // max(n * i, 1) // ALIGNED * ALIGNED)
+    several = hint(n)
+    rows = o if several * o * i <= tile else max(ALIGNED, tile // max(several * i, 1) // ALIGNED * ALIGNED)
     if rows >= o:
         each = torch.bmm(delta.mT, a)
         return fused.norms_and_sum(each) if want_sum else (squares(each), None)
@@ -124,6 +136,24 @@ def _one_by_one(a: Tensor, delta: Tensor, *, want_sum: bool) -> tuple[Tensor, Te
         if total is not None:
             total.add_(each)
     return torch.stack(squares).square(), total
+
+
+def norms_and_each(a: Tensor, delta: Tensor, *, want_sum: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The squared norms (n,), the sum over samples (o, i) if it is wanted, and the gradients themselves (n, o, i)."""
+    (n, _, i), o = a.shape, delta.shape[-1]
+    some = _at_once(n, o * i) if a.device.type == "cpu" else n
+    if some == n:
+        each = torch.bmm(delta.mT, a)
+        return (*(fused.norms_and_sum(each) if want_sum else (squares(each), None)), each)
+    each = a.new_empty(n, o, i)
+    found, total = [], torch.zeros(o, i, dtype=wide(a.dtype), device=a.device) if want_sum else None
+    for first in range(0, n, some):  # what is in the processor's cache is read there
+        part = slice(first, first + some)
+        torch.bmm(delta[part].mT, a[part], out=each[part])
+        found.append(squares(each[part]))
+        if total is not None:
+            total.add_(each[part].sum(0, dtype=total.dtype) if some > 1 else each[first])
+    return torch.cat(found), total, each
 
 
 def dots(a: Tensor, delta: Tensor, other_a: Tensor, other_delta: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from unsum.graph.layout import Layout, Regular
 from unsum.graph.nodes import Node, below, is_leaf
 from unsum.graph.owners import Owners
 from unsum.graph.replay import Grads, replay
+from unsum.holding import Size, size_of
 from unsum.rules.follow import follow
 from unsum.rules.registry import Call, Rule, find
 
@@ -34,6 +35,7 @@ class Audit:
         self.is_complete = True  # whether every rule could be tried
         self.rules: dict[tuple[Node, int], Rule] = {}
         self.followed: dict[tuple[Node, int], bool] = {}  # to the parameter; whether the sum comes with the norms
+        self.sizes: dict[tuple[Node, int], Size] = {}  # of these: what holding them takes
 
     def __call__(self, node: Node, owners: Owners, grads: Grads) -> None:
         """A node has owners and got these gradients: see which of its edges have a rule, and try it."""
@@ -71,6 +73,7 @@ class Audit:
             self.rules[node, edge] = rule
             if _is_followed(kind, child, output):
                 self.followed[node, edge] = _sum_comes_with_norms(kind)
+                self.sizes[node, edge] = size_of(kind)
 
     def _of(self, layout: Layout, delta: Tensor) -> Tensor:
         """Each position's w."""

@@ -37,6 +37,16 @@ class Known:
     marked: bool = False  # by the user: goes before what the outputs say
 
 
+@dataclass(frozen=True)
+class Look:
+    """What can be told of a call before it is made."""
+
+    rest: Hashable  # flags, dtypes
+    sizes: tuple[tuple[int, ...], ...]  # of the tensors that it is given
+    n: int | None
+    positions: int | None
+
+
 class Forward:
     """Follows the calls of a model's modules."""
 
@@ -63,8 +73,8 @@ class Forward:
         self.watched = True  # whether all forwards since the last backward were
         self._n: int | None = None
 
-    def before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A module is about to be called."""
+    def before(self, name: str, module: nn.Module, args: Any, kwargs: Any, *, anew: bool = False) -> None:
+        """A module is about to be called; `anew` if it will run other operations than before."""
         hooks.refuse_tracing(name or "the model")
         self._starts.append((name, torch._C._autograd._get_sequence_nr()))
         if len(self._starts) > 1:
@@ -74,7 +84,7 @@ class Forward:
         given = [tensor for _, tensor in leaves((args, kwargs))]
         kind = self._samples if isinstance(self._samples, sample_maps.Dim) else sample_maps.Ids
         self._key = (name, kind, forward_key(self._modules, self._parameters, given))
-        self._seen = known_forward(self._model, self._key)
+        self._seen = None if anew else known_forward(self._model, self._key)
         self._watch(self._seen is None)
         self.passes = self._seen is not None
         k = self._samples.k if isinstance(self._samples, sample_maps.Dim) else 0
@@ -83,6 +93,42 @@ class Forward:
         self.positions = next((_positions(t) for t in given if t.dim() > 1), None) if k == 0 else None
         if not self._is_data(given):
             self._n = None  # positions, say: what comes of them belongs to nobody
+
+    def look(self, name: str, args: Any, kwargs: Any) -> Look:
+        """What an outermost call is like, if samples lie along a dimension of what it is given."""
+        given = [tensor for _, tensor in leaves((args, kwargs))]
+        training, wanted, tensors, *autocast = forward_key(self._modules, self._parameters, given)
+        if self._starts or not isinstance(self._samples, sample_maps.Dim):
+            return Look(None, (), None, None)
+        k = self._samples.k
+        positions = next((_positions(t) for t in given if t.dim() > 1), None) if k == 0 else None
+        rest = (k, training, wanted, *autocast, *((dtype, grad) for _, dtype, grad in tensors))
+        return Look(rest, tuple(shape for shape, _, _ in tensors), _number(given, k), positions)
+
+    def unwatch(self) -> None:
+        """A call whose graph is known begins."""
+        self._watch(False)
+
+    def watched_by(self) -> Sides:
+        """What watches torch's calls while a model is learnt."""
+        return self._sides
+
+    def passed(self, outputs: Sequence[Tensor], n: int, positions: int | None) -> int:
+        """A call that was not followed has returned these tensors, which have n samples each. Returns its number."""
+        call = next(self._numbers)
+        self.calls += 1
+        self.sizes[n] = None
+        self.positions = positions
+        for tensor in outputs:
+            owners = self._samples.owners(tuple(tensor.shape), n)
+            if owners is not None:
+                self.know(tensor, owners, call)
+        return call
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a call is under way."""
+        return bool(self._starts)
 
     def _is_data(self, given: Sequence[Tensor]) -> bool:
         if self._seen is not None:

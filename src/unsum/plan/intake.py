@@ -17,6 +17,7 @@ from unsum.plan.pool import Pool
 from unsum.plan.together import Together
 from unsum.plan.unchanged import Held, refuse_changed, versions
 from unsum.reducers import Norms, Reducer
+from unsum.weighted import WeightedSum
 
 
 class Intake:
@@ -35,6 +36,7 @@ class Intake:
         skipped: frozenset[str],
         only: Collection[int] | None,
         deliver: Callable[[Sequence[nn.Parameter], Sequence[Tensor]], None],
+        pooled: bool = True,
     ) -> None:
         self.n = plan.n
         self.kinds: dict[int, list[Kind]] = {}  # by the id of the parameter
@@ -47,7 +49,12 @@ class Intake:
         self._skipped, self._only, self._deliver = skipped, only, deliver
         self.versions: dict[int, Held] = {}  # of the tensors that are held, as they came
         self._pool: Pool | None = None
-        if len(reducers) == 1 and isinstance(norms := reducers[0], Norms) and not keep and not check:
+        if (
+            len(reducers) == 1
+            and isinstance(norms := reducers[0], Norms | WeightedSum)
+            and pooled
+            and not (keep or check)
+        ):
             self._pool = Pool(lambda name, sq: norms.put(name, self._scaled(sq)), deliver)
         self._together: Together | None = None
         self._came: dict[int, int] = {}
@@ -59,7 +66,9 @@ class Intake:
             return ()
         keys = {name: key for key, name in self._names.items()}
         norms = self._reducers[0]
-        assert isinstance(norms, Norms)
+        assert isinstance(norms, Norms | WeightedSum)
+        if not all(norms.wants_norms_alone(name) for name in keys if name in plan.expected):
+            return ()
 
         def put(name: str, meeting: Meeting, sq: Tensor) -> None:
             self._done.add(keys[name])
@@ -132,12 +141,15 @@ class Intake:
     def _is_alone(self, key: int) -> bool:
         """Whether norms are all that is wanted of a parameter, and its factors come once."""
         name = self._names[key]
-        return self._pool is not None and self._plan.expected.get(name) == 1 and name not in self._plan.late
+        if self._pool is None or self._plan.expected.get(name) != 1 or name in self._plan.late:
+            return False
+        norms = self._reducers[0]
+        return isinstance(norms, Norms | WeightedSum) and norms.wants_norms_alone(name)
 
     def _norms_of(self, key: int, meetings: Mapping[Meeting, None], kind: Kind) -> None:
         """The short way: nothing is held."""
         name, parameter, norms = self._names[key], self._wanted[key], self._reducers[0]
-        assert self._pool is not None and isinstance(norms, Norms)
+        assert self._pool is not None and isinstance(norms, Norms | WeightedSum)
         self._done.add(key)
         self.meetings[key] = dict(meetings)
         wants_sum = name in self._skipped
@@ -156,23 +168,24 @@ class Intake:
     def _complete(self, key: int) -> None:
         self._done.add(key)
         name, parameter = self._names[key], self._wanted[key]
-        share = Share(self.n, self.kinds[key], self._scale)
         refuse_changed(name, self.versions[key])
-        summed: Tensor | None = None
-        factors = Factors(name, parameter, [share], is_over=False)
-        for reducer in self._reducers:
-            if isinstance(reducer, Norms) and name in self._skipped and summed is None:
-                sq, summed = factors.norms_and_sum()
-                summed = summed if self._scale is None else summed / self._scale
-                reducer.put(name, sq)
-            else:
-                reducer.take(name, factors)
-        if name in self._skipped and summed is not None:
-            self._deliver([parameter], [summed])
+        share = Share(self.n, self.kinds[key], self._scale, self.versions[key])
+        factors = formed = Factors(name, parameter, [share], is_over=False)
+        summing = [r for r in self._reducers if isinstance(r, WeightedSum)]
+        if name in self._skipped:
+            if any(reducer.forms(name) for reducer in summing):
+                formed = factors.formed(want_sum=True)  # norms and sum come with it
+            summed = factors.norms_and_sum()[1]
+            self._deliver([parameter], [summed if self._scale is None else summed / self._scale])
+        for reducer in summing:  # first: where they form gradients, norms come with it
+            reducer.take(name, formed if reducer.forms(name) else factors)
+        for other in self._reducers:
+            if not isinstance(other, WeightedSum):
+                other.take(name, factors)
         if not self._keep:
             if self._check:
                 self._sums[key] = sum(kind.sum() for kind in self.kinds[key])  # type: ignore[assignment]
-            del self.kinds[key]
+            del self.kinds[key], self.versions[key]
 
 
 def is_listened(parameter: nn.Parameter) -> bool:

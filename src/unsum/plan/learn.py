@@ -164,6 +164,7 @@ def _plan(
         mixed=frozenset(place[node] for node in mixed),
         modules=modules,
         cut=tuple((place[node], output) for node, output in cut.starts),
+        layouts=tuple(cut.starts.values()),
         nobodys=tuple(place[node] for node in beside),
         hidden={place[node]: owners for node, owners in swept.hidden.items()},
         routes=ruled,

@@ -70,6 +70,11 @@ def know_forward(model: nn.Module, key: Hashable, seen: Seen | None) -> None:
     known[key] = replace(seen, times=1 if before is None else before.times + 1)
 
 
+def watch_again(model: nn.Module) -> None:
+    """What calls of a model led to may have changed: they are watched anew."""
+    _forwards.pop(model, None)
+
+
 def forget(model: nn.Module) -> None:
     """Forget all plans of a model."""
     _plans.pop(model, None)

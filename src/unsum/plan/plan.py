@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from unsum.graph.layout import Layout
 from unsum.graph.nodes import Node
 from unsum.graph.owners import Owners
 from unsum.graph.positions import Positions
 from unsum.graph.saved import saved_by
+from unsum.holding import Size
 from unsum.rules.registry import Rule
 
 if TYPE_CHECKING:
@@ -63,11 +65,13 @@ class Plan:
     streamed: frozenset[int]  # of these, those through which gradients pass formed, sample by sample
     modules: dict[int, str]  # in whose call the owned nodes were made
     cut: tuple[tuple[int, int], ...]  # where it starts: nodes, and which output of each
+    layouts: tuple[Layout, ...]  # whose the positions are there
     nobodys: tuple[int, ...]  # what joins a parameter to the loss without any data
     hidden: dict[int, list[Owners]] = field(default_factory=dict)  # nodes that run backwards of their own
     routes: dict[int, tuple[Route, ...]] = field(default_factory=dict)  # audited rules, by place
     together: dict[int, Hashable] = field(default_factory=dict)  # meetings of one shape have the same key
     expected: dict[str, int] = field(default_factory=dict)  # how often factors come to a parameter
+    sizes: dict[str, Size] = field(default_factory=dict)  # of these: what holding their gradients takes
     late: frozenset[str] = frozenset()  # parameters to which gradients come formed, when the backward is over
     cheap: frozenset[str] = frozenset()  # parameters whose gradient comes with their norms: torch need not compute it
     spare: frozenset[str] = frozenset()  # parameters whose gradient torch need not compute if nobody wants it

@@ -83,7 +83,7 @@ def _joined(kinds: Sequence[Outer | Dense]) -> Outer | Dense:
     if isinstance(first, Dense):
         return Dense(torch.cat([kind.values for kind in kinds]))  # type: ignore[union-attr]
     a, delta = (torch.cat([getattr(kind, name) for kind in kinds]) for name in ("a", "delta"))
-    return replace(first, a=a, delta=delta)
+    return replace(first, a=a, delta=delta, token_squares=None)
 
 
 def reduced(kind: Kind, layers: int, *, wants_sum: bool) -> tuple[Tensor, Tensor | None]:

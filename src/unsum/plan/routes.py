@@ -10,6 +10,7 @@ from typing import Any
 from unsum.graph.layout import Regular
 from unsum.graph.nodes import Node, below, is_leaf, ordered
 from unsum.graph.owners import Owners, Swept
+from unsum.holding import Size
 from unsum.plan.audit import Audit, shape_of
 from unsum.plan.plan import Meeting, Route
 
@@ -22,13 +23,14 @@ def routes(
     names: Mapping[int, str],
     audit: Audit | None,
 ) -> dict[str, Any]:
-    """`expected`, `late`, `cheap`, `spare` and `streamed` of a plan."""
+    """`expected`, `sizes`, `late`, `cheap`, `spare` and `streamed` of a plan."""
     place = {node: k for k, node in enumerate(nodes)}
     streams: dict[Node, None] = dict.fromkeys(beside)  # where gradients begin to pass formed
     expected: dict[str, int] = {}
+    sizes: dict[str, Size] = {}
     late: set[str] = set()
     dear: set[str] = set()  # parameters whose sum does not come with the norms
-    followed = {} if audit is None else audit.followed
+    followed, known = ({}, {}) if audit is None else (audit.followed, audit.sizes)
     for node, owners in swept.owners.items():
         if owners is None:
             continue
@@ -43,6 +45,7 @@ def routes(
                 continue
             for name in reached:  # just one, or none that is wanted
                 expected[name] = expected.get(name, 0) + 1
+                sizes[name] = sizes[name] + known[node, edge] if name in sizes else known[node, edge]
                 if not followed[node, edge] or not isinstance(owners[0], Regular):
                     dear.add(name)
     shared = {name for node in beside for _, child, _ in below(node) for name in _names(child, names)}
@@ -53,6 +56,7 @@ def routes(
     return {
         "streamed": frozenset(place[node] for node in streamed),
         "expected": expected,
+        "sizes": {name: size for name, size in sizes.items() if name not in late},
         "late": frozenset(late),
         "cheap": _skippable(nodes, swept, free - dear, names),
         "spare": _skippable(nodes, swept, free, names),
@@ -114,7 +118,8 @@ def rule_routes(
         parameter, turned = _straight(child, names) if (node, edge) in audit.followed else (None, False)
         parameter = parameter if isinstance(layout, Regular) else None
         found.setdefault(at, []).append(Route(edge, rule, by, shape, meeting, parameter, turned))
-    return {at: tuple(routes) for at, routes in found.items()}
+    # a matrix before its bias: its pass over δ serves both
+    return {at: tuple(sorted(routes, key=lambda route: -prod(route.shape))) for at, routes in found.items()}
 
 
 def _straight(child: Node, names: Mapping[int, str]) -> tuple[str | None, bool]:

@@ -64,7 +64,7 @@ def _hashable(value: Any) -> Hashable:
 
 def forward_key(
     modules: Sequence[torch.nn.Module], parameters: Sequence[torch.nn.Parameter], given: Sequence[torch.Tensor]
-) -> Hashable:
+) -> tuple[Any, ...]:
     """What decides, before a forward, whether its graph is likely to be known: flags, shapes and dtypes."""
     return (
         tuple([module.training for module in modules]),

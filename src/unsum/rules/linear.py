@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor
 
 from unsum.factors.outer import Outer
 from unsum.factors.scale import Scale
 from unsum.graph.layout import Regular
-from unsum.rules.registry import Call, rule, scaled
+from unsum.kernels import fused
+from unsum.rules.registry import Call, left, rule, scaled
 
 
 @rule("AddmmBackward0", 2, rows=("mat1",))
 def addmm(call: Call) -> Outer:
     """y = bias + a @ W."""
-    return Outer(
-        call.take(call.saved("mat1")), scaled(call.take(call.delta), call.saved("alpha")), call.shape, turned=True
-    )
+    a, delta, alpha = call.take(call.saved("mat1")), call.take(call.delta), call.saved("alpha")
+    if alpha == 1 and not call.only_nobodys:  # |δ|² of each position, for the bias, from the same pass
+        call.memo["tokens"] = functools.cache(
+            lambda: [s.view(a.shape[:2]) for s in fused.token_sq_norms(a.flatten(0, 1), delta.flatten(0, 1))]
+        )
+    return Outer(a, scaled(delta, alpha), call.shape, turned=True, token_squares=left(call, "tokens", 0))
 
 
 @rule("AddmmBackward0", 0, rows=())
 def addmm_bias(call: Call) -> Scale:
     """The bias is added to every row."""
-    return Scale(scaled(call.take(call.delta), call.saved("beta")), None, call.shape)
+    beta = call.saved("beta")
+    squares = left(call, "tokens", 1) if beta == 1 else None
+    return Scale(scaled(call.take(call.delta), beta), None, call.shape, token_squares=squares)
 
 
 @rule("MmBackward0", 1, rows=("self",))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from unsum.factors.scale import Scale
 from unsum.graph.nodes import Node
 from unsum.kernels import fused
-from unsum.rules.registry import Call, rule
+from unsum.rules.registry import Call, left, rule
 
 
 def _normalized(node: Node, shape: tuple[int, ...]) -> int:
@@ -21,18 +21,20 @@ def _normalized(node: Node, shape: tuple[int, ...]) -> int:
 def layer_norm_scale(call: Call) -> Scale:
     """y = x̂·w + b, x̂ from what the node has saved."""
     delta, x, mean, rstd = map(call.take, (call.delta, *(call.saved(name) for name in ("input", "result1", "result2"))))
-    if fused.serves(delta, x):  # the sums of scale and shift in one pass
-        flat = (delta.flatten(2), x.flatten(2), mean.flatten(1), rstd.flatten(1))
+    if not call.only_nobodys:  # scale and shift in one pass
+        given = (delta.flatten(2), x.flatten(2), mean.flatten(1), rstd.flatten(1))
         call.memo["sums"] = functools.cache(
-            lambda: [s.view(-1, *delta.shape[2:]) for s in fused.scale_and_shift(*flat)]
+            lambda: [s.view(-1, *delta.shape[2:]) for s in fused.scale_and_shift(*given)]
         )
-    return Scale(delta, lambda: _normalised(x, mean, rstd), call.shape, summed=_left(call, 0))
-
-
-def _left(call: Call, which: int) -> Callable[[], Tensor] | None:
-    """What is left of the pass over scale and shift, if it is made."""
-    sums = call.memo.get("sums")
-    return None if sums is None or call.only_nobodys else lambda: sums()[which]
+        call.memo["tokens"] = functools.cache(
+            lambda: [
+                s.view(delta.shape[:2]) for s in fused.normalised_token_sq_norms(*[g.flatten(0, 1) for g in given])
+            ]
+        )
+    return Scale(
+        delta, lambda: _normalised(x, mean, rstd), call.shape, summed=left(call, "sums", 0),
+        token_squares=left(call, "tokens", 0),
+    )  # fmt: skip
 
 
 def _normalised(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
@@ -43,7 +45,9 @@ def _normalised(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
 @rule("NativeLayerNormBackward0", 2, _normalized, rows=())
 def layer_norm_shift(call: Call) -> Scale:
     """The shift is added to every position."""
-    return Scale(call.take(call.delta), None, call.shape, summed=_left(call, 1))
+    return Scale(
+        call.take(call.delta), None, call.shape, summed=left(call, "sums", 1), token_squares=left(call, "tokens", 1)
+    )
 
 
 @rule("FusedRmsNormBackward0", 1, _normalized, rows=("input", "result1"))
@@ -75,25 +79,43 @@ def group_norm_shift(call: Call) -> Scale:
     return Scale(call.take(call.delta), None, call.shape, over=_channels(call))
 
 
+@rule("NativeBatchNormLegitNoTrainingBackward0", 1, _per_sample)  # as torch.compile takes it down
 @rule("NativeBatchNormBackward0", 1, _per_sample)
 def batch_norm_scale(call: Call) -> Scale | None:
     """In evaluation: y = (x - mean)·rstd·w + b with the running statistics."""
-    if call.saved("training"):
+    if getattr(call.node, "_saved_training", False):
         return None
-    x, over = call.take(call.saved("input")), _channels(call)
-    mean, rstd = (
-        call.saved("running_mean").view(over),
-        (call.saved("running_var") + call.saved("eps")).rsqrt().view(over),
-    )
-    return Scale(call.take(call.delta), lambda: ((x - mean) * rstd).to(x.dtype), call.shape, over=over)
+    delta, x, over = call.take(call.delta), call.take(call.saved("input")), _channels(call)
+    eps = call.saved("eps")  # a copy of the rest: training changes them in place, and no version says so
+    mean, variance = torch.stack([call.saved("running_mean"), call.saved("running_var")])
+    rows = [rows for tensor in (delta, x) if (rows := _channels_last(tensor)) is not None]
+    if not call.only_nobodys and len(rows) == 2 and fused.serves("channel_sums", *rows, mean, variance):
+        call.memo["sums"] = functools.cache(
+            lambda: [s.view(len(s), *over) for s in fused.channel_sums(*rows, mean, variance, eps)]
+        )
+
+    def normalised() -> Tensor:
+        return ((x - mean.view(over)) * (variance + eps).rsqrt().view(over)).to(x.dtype)
+
+    return Scale(delta, normalised, call.shape, over=over, summed=left(call, "sums", 0))
 
 
+def _channels_last(tensor: Tensor) -> Tensor | None:
+    """(n, positions, channels) of (n, t, channels, *space), where that takes no copy."""
+    moved = tensor.movedim(2, -1)
+    try:
+        return moved.view(len(moved), -1, moved.shape[-1])
+    except RuntimeError:
+        return None
+
+
+@rule("NativeBatchNormLegitNoTrainingBackward0", 2, _per_sample)  # as torch.compile takes it down
 @rule("NativeBatchNormBackward0", 2, _per_sample)
 def batch_norm_shift(call: Call) -> Scale | None:
     """In evaluation: one shift per channel."""
-    if call.saved("training"):
+    if getattr(call.node, "_saved_training", False):
         return None
-    return Scale(call.take(call.delta), None, call.shape, over=_channels(call))
+    return Scale(call.take(call.delta), None, call.shape, over=_channels(call), summed=left(call, "sums", 1))
 
 
 def _channels(call: Call) -> tuple[int, ...]:

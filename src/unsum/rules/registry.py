@@ -39,6 +39,12 @@ class Call:
         return value.detach() if isinstance(value, Tensor) else value
 
 
+def left(call: Call, what: str, which: int) -> Callable[[], Tensor] | None:
+    """What the rule for another edge of the node gets of a pass over both, if it is made."""
+    found = call.memo.get(what)
+    return None if found is None or call.only_nobodys else lambda: found()[which]
+
+
 def scaled(tensor: Tensor, factor: float) -> Tensor:
     """A tensor times a number, which nearly always is 1."""
     return tensor if factor == 1 else tensor * factor

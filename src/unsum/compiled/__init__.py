@@ -1,0 +1,16 @@
+"""Compiled models: the same rules through a tap.
+
+`torch.compile` makes a whole model one opaque node of the graph. But while it compiles, torch runs the model once with
+stand-ins for tensors, differentiates the graph of ordinary nodes that this leaves, and writes down every operation.
+There the rules speak: hooks on these nodes turn δ and what the node has saved into factors, as in any backward, and
+reducers turn the factors into numbers; all of it is written down with the rest and compiled. The numbers leave as the
+"gradients" of additional inputs, the taps.
+
+Whose each position is cannot be learnt from stand-ins. So the first batch of a layout runs eagerly and is learnt as
+ever; later ones run compiled, if the nodes that torch writes down are those that were learnt.
+
+- `pattern`: what was learnt of a call, so that the nodes can be recognised
+- `forms`: how each reducer takes its numbers through taps
+- `trace`: what happens while torch writes down
+- `tapping`: the calls of a block: eager or compiled, and what comes out
+"""

@@ -1,0 +1,207 @@
+"""What was learnt of one call of a model, so that its nodes are recognised where torch writes them down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from unsum.graph.layout import Layout, Regular
+from unsum.graph.nodes import Edge, Node, is_leaf, ordered
+from unsum.graph.positions import Positions
+from unsum.kernels.traced import hint
+from unsum.plan.plan import Meeting, Plan, Route
+from unsum.plan.signature import plain
+from unsum.rules.registry import Rule
+
+
+class Untappable(Exception):
+    """Why a call cannot run compiled. It runs eagerly then."""
+
+
+@dataclass(frozen=True)
+class Along:
+    """Samples lie along a dimension, however many there are."""
+
+    dim: int
+    how: Literal["outermost", "innermost", "between"]
+    block: int  # how many positions of a sample lie side by side, where that does not follow from sizes
+
+    def positions(self, shape: Sequence[int], n: int, lead: int) -> Positions:
+        """How to take apart a tensor of this shape, with n samples."""
+        block = shape[self.dim] // n if self.how == "outermost" else self.block
+        return Positions(Regular(tuple(shape), n, self.dim, block), n, lead)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A rule at one edge of a node, and the parameter to which it leads if nothing is to be followed."""
+
+    edge: int
+    rule: Rule
+    along: Along
+    lead: int
+    shape: tuple[int, ...]  # of the tensor at the edge, if the parameter is known
+    parameter: str | None
+    turned: bool
+    meeting: Meeting
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """The nodes of a call in the order in which they were made, and what is to be done at which."""
+
+    n: int
+    nodes: tuple[Hashable, ...]  # kind, what is saved beside tensors, shapes, edges
+    kinds: tuple[Hashable, ...]  # of these, what does not depend on sizes
+    ways: dict[int, tuple[Way, ...]]
+    expected: dict[str, int]  # how often factors come to a parameter
+    cheap: frozenset[str]  # parameters whose gradient comes with their norms
+    cut: frozenset[int]  # which of the call's output tensors lead to the loss
+
+    @cached_property
+    def structure(self) -> Hashable:
+        """What is the same for all sizes."""
+        ways = tuple(
+            (k, tuple((w.edge, w.rule.name, w.along, w.parameter) for w in ways)) for k, ways in self.ways.items()
+        )
+        return self.kinds, ways, self.cheap, self.cut
+
+
+# Torch may take down another operation of the same effect on positions. These leave no trace in a pattern:
+_NOTHING = frozenset({"CloneBackward0", "AliasBackward0", "ContiguousBackward0"})
+# These count as one, of which only edges and shapes are compared:
+_SAME = {
+    **dict.fromkeys(("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"), "a view"),
+    **dict.fromkeys(
+        ("NativeBatchNormBackward0", "NativeBatchNormLegitNoTrainingBackward0", "CudnnBatchNormBackward0"),
+        "a batch norm",
+    ),
+}
+
+
+def _kind(node: Node) -> str | None:
+    """What a node counts as, if others count as the same."""
+    name = node.name()
+    return "an attention" if name.startswith("ScaledDotProduct") else _SAME.get(name)
+
+
+Leaf = Callable[[Node], str | None]  # the parameter at a leaf, "" for any other leaf, None for a node that is none
+
+
+def made(outputs: Sequence[Tensor], leaf: Leaf) -> list[Node]:
+    """The nodes that lead from a call's outputs to leaves, in the order in which they were made."""
+    found = ordered([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
+    counted = (node for node in found if leaf(node) is None and node.name() not in _NOTHING)
+    return sorted(counted, key=lambda node: node._sequence_nr())
+
+
+def described(nodes: Sequence[Node], leaf: Leaf) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
+    """Of each node: all that can be told of it, and that part of it which does not depend on sizes."""
+    place = {node: k for k, node in enumerate(nodes)}
+    whole, kinds = [], []
+    for node in nodes:
+        edges = tuple(_end(child, output, place, leaf) for child, output in node.next_functions)
+        kind = _kind(node)
+        shapes = tuple(_numbers(tuple(meta.shape)) for meta in node._input_metadata)
+        if kind is None:
+            whole.append((_numbers(plain(node)), shapes, edges))
+        else:
+            whole.append((kind, shapes[0], edges))
+        kinds.append((kind or node.name(), edges))
+    return tuple(whole), tuple(kinds)
+
+
+def _end(child: Node | None, output: int, place: Mapping[Node, int], leaf: Leaf) -> Hashable:
+    """Where an edge leads: to which node, or which leaf."""
+    while child is not None and child not in place and leaf(child) is None:  # a copy
+        ((child, output),) = child.next_functions
+    return None if child is None else place[child] if child in place else leaf(child), output
+
+
+def _numbers(value: Any) -> Any:
+    """The same with the numbers that stand for sizes put in."""
+    if isinstance(value, tuple | list):
+        return tuple(_numbers(each) for each in value)
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return hint(value)
+    return value
+
+
+def along(layout: Layout | None, where: str) -> Along:
+    """How samples lie, for any number of them."""
+    if not isinstance(layout, Regular):
+        raise Untappable(f"samples do not lie regularly at {where}")
+    outer = layout.shape[layout.dim] // (layout.n * layout.block)
+    if outer == 1:
+        return Along(layout.dim, "outermost", 0)
+    return Along(layout.dim, "innermost" if layout.block == 1 else "between", layout.block)
+
+
+def pattern(
+    plan: Plan, nodes: Sequence[Node], own: Sequence[Node], outputs: Sequence[Edge], names: Mapping[int, str]
+) -> Pattern:
+    """From a plan that was learnt eagerly. `nodes` is the graph, `own` those of the call, `outputs` the places of its
+    output tensors. Raises where the plan needs more than rules within the call."""
+    _refuse(plan)
+    leaf = leaf_of(names)
+    place = {node: k for k, node in enumerate(own)}
+    ways: dict[int, tuple[Way, ...]] = {}
+    for at in sorted(plan.owned, key=lambda at: place.get(nodes[at], -1)):
+        node = nodes[at]
+        if node not in place:
+            raise Untappable(f"a parameter meets data outside the call, at {node.name()}")
+        routes = plan.routes.get(at, ())
+        if {route.edge for route in routes} < set(plan.edges[at]):
+            raise Untappable(f"there is no rule for {node.name()}{_in(plan.modules.get(at))}")
+        ways[place[node]] = tuple(_way(route) for route in routes)
+    if plan.late or plan.streamed:
+        raise Untappable("some gradients are formed sample by sample")
+    if any(nodes[at] not in place for at in plan.mixed):
+        raise Untappable("a parameter is used outside the call")
+    found = {edge: k for k, edge in enumerate(outputs)}
+    if any((nodes[at], output) not in found for at, output in plan.cut):
+        raise Untappable("the loss's samples are not those of the call's outputs")
+    whole, kinds = described(own, leaf)
+    cut = frozenset(found[nodes[at], output] for at, output in plan.cut)
+    return Pattern(plan.n, whole, kinds, ways, dict(plan.expected), plan.cheap, cut)
+
+
+def _refuse(plan: Plan) -> None:
+    reasons = {
+        "its layout is learnt in every batch": not plan.lasting
+        or plan.indices
+        or (plan.moves is not None and plan.moves.moves),
+        "an operation runs a backward of its own": plan.hidden,
+        "the loss has a part that belongs to no sample": plan.nobodys,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise Untappable(reason)
+
+
+def _way(route: Route) -> Way:
+    where = f"{route.meeting.operation}{_in(route.meeting.module)}"
+    return Way(
+        route.edge,
+        route.rule,
+        along(route.by.layout, where),
+        route.by.lead,
+        route.shape,
+        route.parameter,
+        route.turned,
+        route.meeting,
+    )
+
+
+def _in(module: str | None) -> str:
+    return f" in {module!r}" if module else ""
+
+
+def leaf_of(names: Mapping[int, str]) -> Leaf:
+    """Leaves of an ordinary graph."""
+    return lambda node: names.get(id(node.variable), "") if is_leaf(node) else None

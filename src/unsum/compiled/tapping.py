@@ -1,0 +1,391 @@
+"""The calls of compiled models in a block. The first runs eagerly and is learnt, as that of any model. The second is a
+rehearsal: what torch has taken down of the model (which may use other operations to the same end) runs eagerly and is
+learnt. Later ones run compiled, with taps."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from unsum import hooks
+from unsum.compiled.compile import compiled_with_taps, rehearsing, taken_down
+from unsum.compiled.forms import Form, form
+from unsum.compiled.pattern import Pattern, Untappable, leaf_of, made, pattern
+from unsum.compiled.trace import NotYet, Trace, tracing
+from unsum.errors import UnsupportedError
+from unsum.graph.nodes import Edge, Node, edge_of, is_leaf, ordered, place
+from unsum.kernels import fused
+from unsum.kernels.product import wide
+from unsum.nested import leaves
+from unsum.plan.forward import Forward, Look
+from unsum.plan.memory import watch_again
+from unsum.plan.plan import Meeting, Plan
+from unsum.reducers import Reducer
+from unsum.sites import unwrapped
+
+log = logging.getLogger("unsum")
+
+_KEPT = 128  # layouts of a model
+
+
+@dataclass(frozen=True)
+class _Key:
+    """What a call is like: its sizes apart, which may change from batch to batch."""
+
+    rest: Hashable
+    sizes: tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class _Record:
+    """A model compiled with taps."""
+
+    run: Callable[..., Any]
+    pattern: Pattern
+    left_out: dict[int, list[str]] = field(default_factory=dict)
+
+
+@dataclass
+class _Memory:
+    """What is known of a model's compiled calls."""
+
+    patterns: OrderedDict[_Key, list[Pattern]] = field(default_factory=OrderedDict)
+    rehearsed: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)  # where rules cover an eager call
+    records: dict[Hashable, _Record] = field(default_factory=dict)
+    refused: dict[Hashable, str] = field(default_factory=dict)  # why calls cannot run compiled
+
+    def learnt(self, key: _Key, new: Pattern) -> None:
+        known = self.patterns.setdefault(key, [])
+        if all(each.nodes != new.nodes for each in known):
+            known.append(new)
+        del known[:-4]
+        self.patterns.move_to_end(key)
+        while len(self.patterns) > _KEPT:
+            self.patterns.popitem(last=False)
+
+    def known(self, key: _Key) -> Pattern | None:
+        """What was learnt of calls with these sizes, or of such with others, if these sizes are known to change."""
+        if key in self.patterns:
+            return self.patterns[key][-1]
+        alike = [(k.sizes, p[-1]) for k, p in self.patterns.items() if k.rest == key.rest and _same_rank(k, key)]
+        if len({p.structure for _, p in alike}) != 1:
+            return None
+        for tensor, sizes in enumerate(key.sizes):
+            for dim, size in enumerate(sizes):
+                seen = {known[tensor][dim] for known, _ in alike}
+                if size not in seen and (len(seen) < 2 or size < 2):
+                    return None
+        return alike[-1][1]
+
+
+def _same_rank(one: _Key, other: _Key) -> bool:
+    return [len(sizes) for sizes in one.sizes] == [len(sizes) for sizes in other.sizes]
+
+
+_memories: weakref.WeakKeyDictionary[nn.Module, _Memory] = weakref.WeakKeyDictionary()
+
+
+@dataclass
+class Tapped:
+    """A call that ran compiled, until its backward."""
+
+    call: int
+    n: int
+    before: int  # samples that came before, in this block
+    record: _Record
+    edges: frozenset[Edge]  # the places of the outputs that may lead to the loss
+    tap: weakref.ref[Tensor]  # the first one: it lives as long as the graph
+    node: Node = None
+    which: list[int] = field(default_factory=list)  # where the taps are among the node's inputs
+    values: list[Tensor | None] | None = None
+    handle: hooks.Handle | None = None
+
+
+class Tapping:
+    """What a block does with calls of compiled models."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Mapping[nn.Module, str],
+        wanted: Mapping[str, nn.Parameter],
+        reducers: Sequence[Reducer],
+        forward: Forward,
+        *,
+        grad: bool,
+    ) -> None:
+        self._model, self._names, self._forward = model, names, forward
+        self._wanted = wanted
+        self._by_id = {id(p): name for name, p in wanted.items()}
+        self._reducers, self._grad = reducers, grad
+        self._forms: list[Form] | None = None
+        self._module = model
+        self._candidate: _Key | None = None  # of an eager call that may run compiled some time
+        self._is_rehearsal = False
+        self._own: tuple[list[Node], list[Edge]] | None = None  # its nodes and its outputs
+        self._calls: dict[int, Tapped] = {}
+        self._before = 0
+
+    # ---- forward --------------------------------------------------------------------------------------------------
+
+    def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a compiled module with taps; `hooks.NOTHING` if it is to run eagerly."""
+        inner = unwrapped(module)
+        name = self._names.get(inner)
+        if name is None or not torch.is_grad_enabled() or self._has_no_forms():
+            return hooks.NOTHING
+        self._module = module
+        look = self._forward.look(name, args, kwargs)
+        if look.n is None:
+            return hooks.NOTHING
+        key = _Key((name, look.rest, _others(args, kwargs)), look.sizes)
+        memory = _memories.setdefault(self._model, _Memory())
+        self._candidate, self._is_rehearsal = None, False
+        assert self._forms is not None
+        wanted = (key.rest, tuple(form.key for form in self._forms))
+        if key.rest in memory.refused or wanted in memory.refused:
+            return hooks.NOTHING
+        try:
+            if (known := memory.known(key)) is not None:
+                with contextlib.suppress(NotYet):
+                    return self._compiled(memory, known, key, look, module, inner, args, kwargs)
+            self._candidate = key
+            if key.rest in memory.rehearsed:
+                return self._rehearse(memory, key, name, module, inner, args, kwargs)
+        except Exception as error:
+            self._candidate = None
+            watch_again(self._model)
+            memory.refused[wanted] = (str(_cause(error) or error) or type(error).__name__).splitlines()[0]
+            log.warning("unsum: the compiled model runs eagerly in this block: %s", memory.refused[wanted])
+        return hooks.NOTHING
+
+    def _rehearse(
+        self, memory: _Memory, key: _Key, name: str, module: nn.Module, inner: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        """Run what torch takes down of the model, node by node."""
+        self._is_rehearsal = True
+        self._forward.before(name, module, args, kwargs, anew=True)
+        self._forward.unwatch()
+        output = None
+        try:
+            with hooks.aside(), rehearsing(self._forward.watched_by()):
+                output = memory.rehearsed[key.rest](inner, args, kwargs)
+        finally:
+            self._forward.after(output)
+        self.saw(output)
+        return output
+
+    def _compiled(
+        self,
+        memory: _Memory,
+        known: Pattern,
+        key: _Key,
+        look: Look,
+        module: nn.Module,
+        inner: nn.Module,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        assert self._forms is not None and look.n is not None
+        what = (key.rest, known.structure, tuple(f.key for f in self._forms), tuple(self._wanted), self._grad)
+        record = memory.records.get(what) or _Record(compiled_with_taps(module), known)
+        output = self._run(record, inner, args, kwargs, look.n, look.positions, memory.patterns.get(key, []))
+        memory.records[what] = record
+        return output
+
+    def _has_no_forms(self) -> bool:
+        if self._forms is None:
+            forms = [form(reducer, self._wanted) for reducer in self._reducers]
+            devices = {p.device for p in self._wanted.values()}
+            is_one = len(devices) == 1 and not any(p.is_complex() for p in self._wanted.values())
+            self._forms = [f for f in forms if f is not None] if is_one and None not in forms else []
+        return not self._forms or (torch.distributed.is_available() and torch.distributed.is_initialized())
+
+    def _run(
+        self,
+        record: _Record,
+        inner: nn.Module,
+        args: Any,
+        kwargs: Any,
+        n: int,
+        positions: int | None,
+        patterns: Sequence[Pattern],
+    ) -> Any:
+        assert self._forms is not None
+        first = next(iter(self._wanted.values()))
+        dtype = wide(first.dtype)
+        shapes = [shape for form in self._forms for shape in form.shapes(n, positions)]
+        taps = [_tap(shape, dtype, first.device) for shape in shapes]
+        given = [tensor for form in self._forms for tensor in form.given(self._before, n, first.device)]
+        frozen = frozenset() if self._grad else frozenset(id(p) for p in self._model.parameters())
+        trace = Trace(patterns, self._forms, self._wanted, frozen, len(taps))
+        self._forward.unwatch()
+        for given_in in {parameter.dtype for parameter in self._wanted.values()}:
+            fused.make_ready(first.device, given_in)
+        try:
+            with hooks.aside(), tracing(trace):
+                output, held = record.run(inner, [*taps, *given], args, kwargs)
+        except Exception as error:
+            if trace.is_unknown:
+                raise NotYet from error
+            raise
+        if held.grad_fn is None:
+            raise Untappable("the backend does not differentiate what it compiles")
+        for k, each in enumerate(self._forms):
+            if trace.found is not None and hasattr(each, "left_out"):
+                record.left_out[k] = each.left_out
+        tensors = [tensor for _, tensor in leaves(output)]
+        cut = [tensors[k] for k in sorted(record.pattern.cut) if k < len(tensors) and tensors[k].grad_fn is not None]
+        call = self._forward.passed(cut, n, positions)
+        edges = frozenset(edge_of(tensor) for tensor in cut)
+        self._calls = {key: t for key, t in self._calls.items() if t.tap() is not None}
+        self._calls[id(taps[0])] = Tapped(call, n, self._before, record, edges, weakref.ref(taps[0]))
+        self._before += n
+        return output
+
+    # ---- learning -------------------------------------------------------------------------------------------------
+
+    def saw(self, output: Any) -> None:
+        """An eager call is over."""
+        if self._candidate is None:
+            return
+        tensors = [tensor for _, tensor in leaves(output)]
+        edges = [edge_of(tensor) for tensor in tensors]
+        self._own = made(tensors, leaf_of(self._by_id)), edges
+
+    def learn(self, plan: Plan, nodes: Sequence[Node]) -> None:
+        """An eager call has a plan: later ones may run compiled."""
+        key, own = self._candidate, self._own
+        self._candidate = self._own = None
+        if key is None or own is None:
+            return
+        memory = _memories.setdefault(self._model, _Memory())
+        try:
+            known = pattern(plan, nodes, *own, self._by_id)
+        except Untappable as error:
+            memory.refused[key.rest] = str(error)
+            log.info("unsum: the compiled model runs eagerly in this block: %s", error)
+            return
+        if self._is_rehearsal:
+            memory.learnt(key, known)
+        elif key.rest not in memory.rehearsed:
+            memory.rehearsed[key.rest] = taken_down(self._module)
+
+    # ---- backward -------------------------------------------------------------------------------------------------
+
+    def begin(self, call: hooks.Backward, nodes: Sequence[Node]) -> Tapped | None:
+        """The tapped call that a backward goes through; None if there is none."""
+        leaves = {node: self._calls[id(node.variable)] for node in nodes
+                  if self._calls and is_leaf(node) and id(node.variable) in self._calls}  # fmt: skip
+        if not leaves:
+            return None
+        if len(leaves) > 1:
+            raise UnsupportedError(
+                "one backward goes through several calls of a compiled model: their gradients belong together.\n"
+                "  call backward for each, or use the model that was compiled instead"
+            )
+        ((leaf, tapped),) = leaves.items()
+        tapped.node = next(node for node in nodes if any(child is leaf for child, _ in node.next_functions))
+        at = {id(child.variable): k for k, (child, _) in enumerate(tapped.node.next_functions)
+              if child is not None and is_leaf(child)}  # fmt: skip
+        first = at[id(leaf.variable)]
+        assert self._forms is not None
+        tapped.which = list(range(first, first + sum(form.taps for form in self._forms)))
+        self._refuse_others(call, tapped)
+        tapped.values = None
+        tapped.handle = hooks.after_node(tapped.node, lambda results, grads: self._came(tapped, results))
+        return tapped
+
+    def _refuse_others(self, call: hooks.Backward, tapped: Tapped) -> None:
+        """What reaches parameters beside the compiled call is not in the taps."""
+        outside = ordered(
+            [node for root in call.roots if (node := place(root)[0]) is not None], stop=lambda n: n is tapped.node
+        )
+        allowed = {edge for edge in tapped.edges if edge[0] is tapped.node}
+        regenerated = {edge[0] for edge in tapped.edges} - {tapped.node}
+        for node in outside:
+            if node is tapped.node:
+                continue
+            if is_leaf(node) and id(node.variable) in self._by_id:
+                raise UnsupportedError(
+                    f"{self._by_id[id(node.variable)]} is used by the loss beside the compiled model, which was not so "
+                    "when it was learnt.\n  use the model that was compiled instead"
+                )
+            for edge in node.next_functions:
+                if edge[0] is tapped.node and edge not in allowed and node not in regenerated:
+                    raise UnsupportedError(
+                        "the loss uses an output of the compiled model that it did not use when it was learnt.\n"
+                        "  use the model that was compiled instead"
+                    )
+
+    def _came(self, tapped: Tapped, results: Sequence[Tensor | None]) -> None:
+        tapped.values = [results[k] for k in tapped.which]
+
+    def only(self, nodes: Sequence[Node], tapped: Tapped) -> list[Tensor]:
+        """The leaves to which torch is to bring gradients: not to the taps, which are read before; and if nobody wants
+        the others, to one tap alone, or nothing would run."""
+        taps = [tapped.node.next_functions[k][0].variable for k in tapped.which]
+        if not self._grad:
+            return taps[:1]
+        given = {id(tap) for tap in taps}
+        return [node.variable for node in nodes if is_leaf(node) and id(node.variable) not in given]
+
+    def end(self, tapped: Tapped, scale: Tensor | float | None) -> dict[str, dict[Meeting, None]]:
+        """The backward is over: hand what has left to the reducers. Returns where each parameter met data."""
+        self.let_go(tapped)
+        values = tapped.values
+        tapped.node, tapped.values = None, None
+        if values is None or any(value is None for value in values):
+            raise UnsupportedError("the compiled model's backward has left nothing in the tap")
+        assert self._forms is not None
+        for k, each in enumerate(self._forms):
+            if k in tapped.record.left_out:
+                each.left_out = tapped.record.left_out[k]  # type: ignore[attr-defined]
+            each.receive([value.detach() for value in values[: each.taps] if value is not None], scale)
+            values = values[each.taps :]
+        return _meetings(tapped.record.pattern)
+
+    def let_go(self, tapped: Tapped) -> None:
+        """Take the hook away."""
+        if tapped.handle is not None:
+            tapped.handle.remove()
+            tapped.handle = None
+
+
+def _meetings(known: Pattern) -> dict[str, dict[Meeting, None]]:
+    found: dict[str, dict[Meeting, None]] = {}
+    for ways in known.ways.values():
+        for way in ways:
+            if way.parameter is not None:
+                found.setdefault(way.parameter, {})[way.meeting] = None
+    return found
+
+
+def _tap(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; of a large one there is just one number in memory."""
+    zero = torch.zeros((), dtype=dtype, device=device).expand(shape)
+    return (zero if zero.numel() > 1 << 16 else zero.contiguous()).requires_grad_()
+
+
+def _others(args: Any, kwargs: Any) -> Hashable:
+    """The arguments that are no tensors, and how all of them are nested."""
+    values, spec = pytree.tree_flatten((args, kwargs))
+    return str(spec), tuple(repr(value) for value in values if not isinstance(value, Tensor))
+
+
+def _cause(error: BaseException | None) -> Untappable | None:
+    """Our own refusal among the errors in which torch wraps it."""
+    while error is not None:
+        if isinstance(error, Untappable):
+            return error
+        error = error.__cause__ or error.__context__
+    return None

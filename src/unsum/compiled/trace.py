@@ -1,0 +1,273 @@
+"""What happens while torch writes down a model: hooks on its nodes, and numbers that leave as gradients of taps."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unsum import hooks
+from unsum.compiled.forms import Form
+from unsum.compiled.pattern import Leaf, Pattern, Untappable, Way, described, made
+from unsum.factors.total import Kind
+from unsum.graph.nodes import Node, below
+from unsum.plan.audit import shape_of
+from unsum.plan.intake import Intake
+from unsum.plan.plan import Plan
+from unsum.reducers import Norms
+from unsum.rules.follow import cast, finished, follow
+from unsum.rules.registry import Call, find
+
+_local = threading.local()
+
+
+class NotYet(Exception):
+    """Torch compiles for sizes that were not learnt yet."""
+
+
+@dataclass
+class Trace:
+    """What is wanted of a model while it is compiled."""
+
+    patterns: Sequence[Pattern]  # of calls with these flags and sizes; none: they were never learnt
+    forms: Sequence[Form]
+    parameters: Mapping[str, nn.Parameter]  # those wanted
+    frozen: frozenset[int]  # ids of parameters whose gradient nobody wants
+    taps: int  # how many of the inputs are taps
+    found: Pattern | None = None  # which one it was
+    is_unknown: bool = False  # whether calls of these sizes are to be learnt first
+    session: _Session | None = field(default=None, repr=False)
+
+
+@contextmanager
+def tracing(trace: Trace) -> Iterator[None]:
+    """If torch compiles within, this is what it is for."""
+    before = getattr(_local, "trace", None)
+    _local.trace = trace
+    try:
+        yield
+    finally:
+        _local.trace = before
+
+
+def _now() -> Trace:
+    trace: Trace | None = getattr(_local, "trace", None)
+    if trace is None:
+        raise Untappable("a compiled model was called outside the block that compiled it")
+    return trace
+
+
+class _Hold(torch.autograd.Function):
+    """Where numbers leave. It is made first, so its backward runs last."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Tensor) -> Tensor:
+        trace = _now()
+        ctx.session = trace.session = _Session(trace, given)
+        return given[0].new_zeros(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.session.finish()
+
+
+def hold(*given: Tensor) -> Tensor:
+    """Takes in the taps, and what reducers are given."""
+    return _Hold.apply(*given)  # type: ignore[no-any-return]
+
+
+def _attach(count: int, *tensors: Any) -> Any:
+    """The last call of a graph: its outputs are there, and so are the parameters."""
+    outputs, parameters = tensors[:count], tensors[count:]
+    session = _now().session
+    assert session is not None
+    session.attach(outputs, parameters)
+    return outputs
+
+
+class _Session:
+    """One run of the model with stand-ins for tensors, and the backward that follows."""
+
+    def __init__(self, trace: Trace, given: Sequence[Tensor]) -> None:
+        self._trace = trace
+        self._taps, self._inputs = given[: trace.taps], given[trace.taps :]
+        self._sums: dict[int, Tensor] = {}
+        self._intake: Intake | None = None
+        self._reducers: list[Any] = []
+
+    def attach(self, outputs: Sequence[Any], parameters: Sequence[Any]) -> None:
+        trace = self._trace
+        leaves = self._leaves(parameters)
+        leaf: Leaf = lambda node: leaves[node] if node in leaves else "" if _is_input(node) else None
+        tensors = [each for each in outputs if isinstance(each, Tensor) and each.requires_grad]
+        nodes = [node for node in made(tensors, leaf) if node.name() != "_HoldBackward"]
+        pattern = self._recognised(nodes, leaf)
+        trace.found = pattern
+        n = self._begin(pattern)
+        for place, ways in pattern.ways.items():
+            hooks.on_node(nodes[place], partial(self._meet, nodes[place], ways, n, leaf))
+
+    def _leaves(self, parameters: Sequence[Any]) -> dict[Node, str]:
+        """Where the parameters are in the graph; what they get instead of torch's own gradient, where there is any."""
+        names = {id(p): name for name, p in self._trace.parameters.items()}
+        leaves: dict[Node, str] = {}
+        for known, value in zip(_local.given, parameters, strict=True):
+            if not isinstance(value, Tensor) or not value.requires_grad:
+                continue
+            leaves[torch.autograd.graph.get_gradient_edge(value).node] = names.get(id(known), "")
+            hooks.on_gradient(value, partial(self._instead, id(known)))
+        return leaves
+
+    def _instead(self, key: int, grad: Tensor) -> Tensor | None:
+        """The gradient of a parameter that comes with its norms; zeros if nobody wants it."""
+        if key in self._trace.frozen:
+            return grad.new_zeros(()).expand_as(grad)
+        summed = self._sums.pop(key, None)
+        return None if summed is None else summed.to(grad.dtype).reshape(grad.shape)
+
+    def _recognised(self, nodes: Sequence[Node], leaf: Leaf) -> Pattern:
+        if not self._trace.patterns:
+            self._trace.is_unknown = True
+            raise Untappable("these sizes were not learnt yet")
+        whole, _ = described(nodes, leaf)
+        for pattern in self._trace.patterns:
+            if pattern.nodes == whole:
+                return pattern
+        raise Untappable(
+            f"what torch compiles is not what was learnt: {_difference(self._trace.patterns[-1].nodes, whole)}"
+        )
+
+    def _begin(self, pattern: Pattern) -> int:
+        trace, inputs = self._trace, list(self._inputs)
+        n: int | None = None
+        for form, taps in zip(trace.forms, self._by_form(self._taps), strict=True):
+            size = form.size(taps, inputs)
+            n = size if n is None else n
+            self._reducers.append(form.reducer(taps, [inputs.pop(0) for _ in range(form.inputs)]))
+        assert n is not None
+        wants = any(isinstance(reducer, Norms) for reducer in self._reducers)
+        plan = Plan(
+            n=n,
+            owned={},
+            edges={},
+            mixed=frozenset(),
+            streamed=frozenset(),
+            modules={},
+            cut=(),
+            layouts=(),
+            nobodys=(),
+            expected=pattern.expected,
+        )
+        wanted = {id(p): p for p in trace.parameters.values()}
+        self._intake = Intake(
+            plan, wanted, {id(p): name for name, p in trace.parameters.items()}, self._reducers,
+            keep=False, scale=None, check=False, skipped=pattern.cheap if wants else frozenset(), only=None,
+            deliver=self._deliver, pooled=False,
+        )  # fmt: skip
+        for reducer in self._reducers:
+            reducer.begin(n, False)
+        return n
+
+    def _by_form(self, taps: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+        first = 0
+        for form in self._trace.forms:
+            yield taps[first : first + form.taps]
+            first += form.taps
+
+    def _deliver(self, parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
+        self._sums.update((id(p), value) for p, value in zip(parameters, values, strict=True))
+
+    def _meet(self, node: Node, ways: Sequence[Way], n: int, leaf: Leaf, grads: Sequence[Tensor | None]) -> None:
+        delta = grads[0]
+        if delta is None or any(grad is not None for grad in grads[1:]):
+            raise Untappable(f"the gradients that arrive at {node.name()} are not those that were learnt")
+        memo: dict[str, Any] = {}
+        for way in ways:
+            child, output = node.next_functions[way.edge]
+            by = way.along.positions(delta.shape, n, way.lead)
+            shape = self._shape(child, output, leaf) if way.parameter is None else way.shape
+            call = Call(node, delta, by, shape, memo=memo)
+            rule = find(node, way.edge)  # torch may have taken down another operation than was learnt
+            kind = None if rule is None else rule.make(call)
+            if kind is None:
+                raise Untappable(f"there is no rule for {node.name()}, or it does not hold")
+            name = way.parameter
+            if name is not None:
+                self._arrive(name, way, finished(kind, self._trace.parameters[name], turned=way.turned))
+            else:
+                self._follow(kind, child, output, way, leaf)
+
+    def _shape(self, child: Node, output: int, leaf: Leaf) -> tuple[int, ...]:
+        """Of the tensor at an edge."""
+        name = leaf(child)
+        return tuple(self._trace.parameters[name].shape) if name else shape_of(child, output)
+
+    def _follow(self, kind: Kind, child: Node, output: int, way: Way, leaf: Leaf) -> None:
+        while (name := leaf(child)) is None:
+            nexts = below(child)
+            deeper, place = nexts[0][1:]
+            shape = self._shape(deeper, place, leaf)
+            followed = follow(kind, child, output, shape) if len(nexts) == 1 else None
+            if followed is None:
+                raise Untappable(f"{child.name()} between a parameter and its data cannot be followed")
+            kind, child, output = followed, deeper, place
+        if name:
+            self._arrive(name, way, cast(kind, self._trace.parameters[name].dtype))
+
+    def _arrive(self, name: str, way: Way, kind: Kind) -> None:
+        assert self._intake is not None
+        self._intake.meet(self._trace.parameters[name], {way.meeting: None}, kind)
+
+    def finish(self) -> tuple[Tensor | None, ...]:
+        assert self._intake is not None
+        self._intake.finish()
+        values: list[Tensor | None] = []
+        for form, reducer, taps in zip(self._trace.forms, self._reducers, self._by_form(self._taps), strict=True):
+            values += [v.to(tap.dtype).expand(tap.shape) for v, tap in zip(form.values(reducer), taps, strict=True)]
+        return (*values, *(None for _ in self._inputs))
+
+
+def _is_input(node: Node) -> bool:
+    """Whether this is where a stand-in for an input of the model begins."""
+    return node.name() in ("torch::autograd::Error", "torch::autograd::AccumulateGrad")
+
+
+def _difference(learnt: Sequence[Any], found: Sequence[Any]) -> str:
+    for place, (one, other) in enumerate(zip(learnt, found, strict=False)):
+        if one != other:
+            return f"node {place} is {other}, learnt was {one}"
+    return f"{len(found)} nodes, learnt were {len(learnt)}"
+
+
+def backend(inner: Callable[..., Any]) -> Callable[..., Any]:
+    """A backend for torch.compile: the user's own, given the model with what is wanted of it at its end."""
+
+    def compile_(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        given = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        parameters = [
+            (node, value) for node, value in zip(given, inputs, strict=True) if isinstance(value, nn.Parameter)
+        ]
+        (last,) = (node for node in graph.graph.nodes if node.op == "output")
+        outputs = list(last.args[0])
+        with graph.graph.inserting_before(last):
+            attached = graph.graph.call_function(_attach, (len(outputs), *outputs, *(node for node, _ in parameters)))
+            passed = [graph.graph.call_function(operator.getitem, (attached, k)) for k in range(len(outputs))]
+        for before, after in zip(outputs, passed, strict=True):
+            if isinstance(before, torch.fx.Node):
+                after.meta.update(before.meta)
+        last.args = (tuple(passed),)
+        graph.recompile()
+        _local.given = [value for _, value in parameters]
+        try:
+            return inner(graph, inputs, **options)
+        finally:
+            _local.given = []
+
+    return compile_

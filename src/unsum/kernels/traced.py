@@ -1,0 +1,22 @@
+"""While torch writes down what is to be compiled, tensors are stand-ins and sizes may be symbols."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether this is a stand-in for a tensor: there are no numbers behind it."""
+    if torch.compiler.is_compiling():
+        return True
+    return isinstance(tensor, FakeTensor | FunctionalTensor) or torch._is_functional_tensor(tensor)
+
+
+def hint(value: Any) -> Any:
+    """The number that a symbol stands for while torch writes down; nothing is made to depend on it."""
+    return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value

@@ -1,0 +1,116 @@
+"""What each kernel gives, in plain torch: always there, on every device and in every dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from unsum.kernels import windows
+from unsum.kernels.traced import is_traced
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums are kept in: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _squares(values: Tensor) -> Tensor:
+    """The squared norm of each row, accumulated in float32 at least."""
+    return torch.linalg.vector_norm(values, dim=-1, dtype=wide(values.dtype)).square()
+
+
+def norms_and_sum(each: Tensor) -> tuple[Tensor, Tensor]:
+    """In two passes."""
+    return _squares(each.flatten(1)), torch.sum(each, 0)  # torch adds up in float32 at least
+
+
+def scale_and_shift(delta: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Pass by pass."""
+    return _summed(delta, (x - mean[..., None]) * rstd[..., None])
+
+
+def channel_sums(delta: Tensor, x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Pass by pass."""
+    return _summed(delta, (x - mean) * (variance + eps).rsqrt())
+
+
+def _summed(delta: Tensor, normalised: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = wide(delta.dtype)
+    return (delta * normalised.to(delta.dtype)).sum(1, dtype=dtype), delta.sum(1, dtype=dtype)
+
+
+def token_sq_norms(a: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """Pass by pass."""
+    alone = _squares(delta)
+    return _squares(a) * alone, alone
+
+
+def normalised_token_sq_norms(delta: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """x̂ is formed."""
+    normalised = ((x - mean[:, None]) * rstd[:, None]).to(delta.dtype)
+    return _squares(delta * normalised), _squares(delta)
+
+
+def lookup_sq_norms(ids: Tensor, delta: Tensor) -> Tensor:
+    """Sorted by row, so that no (n, rows, d) is formed."""
+    order = ids.argsort(1)
+    ids = ids.gather(1, order)
+    delta = delta.gather(1, order[..., None].expand_as(delta)).to(wide(delta.dtype))
+    new = torch.ones_like(ids, dtype=torch.bool)
+    new[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    place = new.flatten().cumsum(0).view_as(ids) - 1  # which of all (sample, row) pairs
+    sums = torch.zeros_like(delta.flatten(0, 1)).index_add_(0, place.flatten(), delta.flatten(0, 1))
+    return (torch.linalg.vecdot(sums, sums).real[place] * new).sum(1)
+
+
+def products(
+    x: Tensor,
+    delta: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    with_shift: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Windows unfolded, gradients formed."""
+    a, delta = windows.rows(x, delta, kernel, stride, padding, dilation)
+    squares, total = norms_and_sum(torch.bmm(delta.mT, a))
+    dtype = wide(delta.dtype)
+    return squares, total, delta.sum(1, dtype=dtype) if with_shift else torch.empty(0, dtype=dtype, device=x.device)
+
+
+def gram_sq_norms(
+    x: Tensor,
+    delta: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """Windows unfolded, (n, t, t) formed."""
+    a, delta = windows.rows(x, delta, kernel, stride, padding, dilation)
+    left, right = torch.bmm(a, a.mT.conj()), torch.bmm(delta, delta.mT.conj())
+    dtype = wide(a.dtype)
+    return torch.linalg.vecdot(right.flatten(1).to(dtype).conj(), left.flatten(1).to(dtype)).real
+
+
+def weighted_sum(each: Tensor, w: Tensor) -> Tensor:
+    """In low precision sample by sample, so that no wide copy of all is made."""
+    dtype = wide(each.dtype)
+    if each.dtype == dtype or is_traced(each):
+        return torch.tensordot(w.to(each.device, dtype), each.to(dtype), 1)
+    total = torch.zeros(each.shape[1:], dtype=dtype, device=each.device)
+    for values, weight in zip(each, w.to(total), strict=True):
+        total.addcmul_(values.to(dtype), weight)
+    return total
+
+
+def scaled(x: Tensor, w: Tensor) -> Tensor:
+    """Rounded once."""
+    dtype = wide(x.dtype)
+    each = w.to(x.device, dtype).view(-1, *(1 for _ in x.shape[1:]))
+    if x.dtype == dtype:
+        return x * each
+    return (x * each).to(x.dtype) if is_traced(x) else torch.mul(x, each, out=torch.empty_like(x))

@@ -1,0 +1,182 @@
+"""`WeightedSum`: Σ w_n G_n of every parameter, with weights that are given or that come from the norms (clipping)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unsum.errors import OptionError, SamplesError, UnsupportedError
+from unsum.factors.factors import Factors
+from unsum.holding import AGAIN, ALWAYS, GRADIENTS, Size, choose, free_memory
+from unsum.kernels.product import squares
+from unsum.reducers import _Reducer
+
+
+class WeightedSum(_Reducer):
+    """Σ w_n G_n of every parameter. `w` is of shape (n,), or a function of the norms (n,) that gives the weights
+    (clipping). Norms are known only when the backward is over; what is held of the gradients until then is chosen,
+    parameter by parameter, before the backward begins, and told by `chosen`:
+
+    - `"gradients"`: those of all samples, where the norms form them anyway: n times the parameter; the fastest;
+    - `"factors"`: what they are products of (a and δ): one more product;
+    - `"second backward"`: nothing; the weighted gradient of the model's output goes backward once more. Only where the
+      others do not fit, no other block is open, nobody listens to gradients, and no checkpoint is a reentrant one.
+
+    Args:
+        w: Weights (n,), or a function norms -> weights.
+        memory: Bytes that may be held; beside them the gradient of the model's output, and scales and shifts up to a
+            tenth of the parameters' own size. None: half of what is free on the device. 0: a second backward wherever
+            one is possible.
+
+    Examples:
+        >>> import unsum
+        >>> model = torch.nn.Linear(3, 2, bias=False)
+        >>> with unsum.gradients(model, unsum.WeightedSum(torch.tensor([1.0, 0.5]))) as g:
+        ...     model(torch.ones(2, 3)).sum().backward()
+        >>> g[unsum.WeightedSum].sum()["weight"]
+        tensor([[1.5000, 1.5000, 1.5000],
+                [1.5000, 1.5000, 1.5000]])
+        >>> with unsum.gradients(model, unsum.WeightedSum(lambda norms: (1 / norms).clamp(max=1), memory=0)) as g:
+        ...     model(torch.ones(2, 3)).sum().backward()
+        >>> g[unsum.WeightedSum].chosen
+        {'weight': 'second backward'}
+        >>> g[unsum.WeightedSum].sum()["weight"].norm().round(decimals=3)
+        tensor(2.)
+    """
+
+    def __init__(self, w: Tensor | Callable[[Tensor], Tensor], *, memory: float | None = None) -> None:
+        if not callable(w) and (not isinstance(w, Tensor) or w.dim() != 1):
+            raise OptionError("WeightedSum(w): weights of shape (n,), or a callable norms -> (n,)")
+        if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int | float) or not memory >= 0):
+            raise OptionError(f"WeightedSum(memory={memory!r}): bytes that may be held, 0 or more, or None")
+        self._w, self._memory = w, memory
+        super().__init__()
+
+    @property
+    def clips(self) -> bool:
+        """Whether the weights come from the norms."""
+        return callable(self._w)
+
+    @property
+    def _adds(self) -> bool:  # type: ignore[override]
+        return not self.clips
+
+    def reset(self) -> None:
+        super().reset()
+        self._sums: dict[str, Tensor] = {}
+        self._held: dict[str, Factors] = {}
+        self._small: dict[Hashable, dict[str, tuple[Tensor, tuple[int, ...]]]] = {}  # of one dtype, on one device
+        self._squares: dict[str, Tensor] = {}
+        self.weights: Tensor | None = None  # of the last backward, if they come from the norms
+        self.chosen: dict[str, str] = {}  # what was held of each parameter in the last backward
+
+    def decide(
+        self, sizes: Mapping[str, Size], parameters: Mapping[str, Tensor], again: Callable[[], Collection[str]]
+    ) -> frozenset[str]:
+        """Choose what to hold in the backward that begins. Returns the parameters whose sums a second backward is to
+        bring; `again()` are those for which it can."""
+        if not self.clips:
+            return frozenset()
+        budget = self._memory
+        if budget is None:
+            budget = free_memory(parameter.device for parameter in parameters.values())
+        always = ALWAYS * sum(parameter.nbytes for parameter in parameters.values())
+        self.chosen = choose(sizes, budget, always=always, again=again)
+        return frozenset(name for name, way in self.chosen.items() if way == AGAIN)
+
+    def begin(self, n: int, again: bool) -> None:
+        """A backward with n samples begins."""
+        super().begin(n, again)
+        late = any(min(self._calls[self._now]) < min(calls) for calls in self._calls)
+        if not self.clips and late and not again:
+            raise SamplesError(
+                "WeightedSum(w): the weights are in the order of the forwards, and this backward comes after one of a "
+                "later forward.\n  call backward in the order of the forwards, or give a function of the norms"
+            )
+        self.weights = None
+
+    def forms(self, name: str) -> bool:
+        """Whether the gradients of this parameter are held multiplied out."""
+        return self.clips and self.chosen.get(name, GRADIENTS) == GRADIENTS
+
+    def wants_norms_alone(self, name: str) -> bool:
+        """Whether norms are all that is wanted of this parameter."""
+        return self.clips and self.chosen.get(name) == AGAIN
+
+    def put(self, name: str, sq_norms: Tensor) -> None:
+        """Squared norms that were had with something else, of a parameter of which norms are all that is wanted."""
+        self._squares[name] = sq_norms
+
+    def take(self, name: str, factors: Factors) -> None:
+        """The gradients of one parameter."""
+        if self.clips:
+            self._hold(name, factors)
+            return
+        self.add(name, factors.weighted_sum(self.given(sum(self._sizes[: self._now]), factors.n)))
+
+    def given(self, first: int, n: int) -> Tensor:
+        """The weights of n samples, of which so many came before."""
+        assert isinstance(self._w, Tensor)
+        w = self._w[first : first + n]
+        if len(w) != n:
+            raise SamplesError(f"WeightedSum: {len(self._w)} weights for {first + n} samples or more")
+        return w
+
+    def latest(self) -> dict[str, Tensor]:
+        """{parameter: Σ w_n G_n} so far, whether there are more weights or not."""
+        return self._sums
+
+    def _hold(self, name: str, factors: Factors) -> None:
+        if self.forms(name) and (small := factors.small()) is not None:  # all of them at the end, at once
+            self._small.setdefault((small.dtype, small.device), {})[name] = small, factors.shape
+            return
+        held = factors.formed() if self.forms(name) else factors
+        self._squares[name] = held.sq_norms()
+        if not self.wants_norms_alone(name):
+            self._held[name] = held
+
+    def add(self, name: str, value: Tensor) -> None:
+        """A part of the sum of one parameter."""
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def end(self, left: Sequence[str]) -> None:
+        """The backward is over: if the weights come from the norms, here they are."""
+        if not callable(self._w) or not (self._squares or self._small):
+            return
+        together = [torch.cat([value for value, _ in held.values()], 1) for held in self._small.values()]
+        parts = [*self._squares.values(), *map(squares, together)]
+        sq_norms = torch.stack([part.to(parts[0].device) for part in parts]).sum(0)
+        self.weights = _checked(self._w(sq_norms.sqrt()), sq_norms)
+        for held, flat in zip(self._small.values(), together, strict=True):
+            sums = (self.weights.to(flat) @ flat).split([value.shape[1] for value, _ in held.values()])
+            for (name, (_, shape)), value in zip(held.items(), sums, strict=True):
+                self.add(name, value.view(shape))
+        for name in list(self._held):  # each is let go of as soon as it is summed
+            self._sum_up(name, self._held.pop(name), self.weights)
+        self._squares.clear()
+        self._small.clear()
+
+    def _sum_up(self, name: str, factors: Factors, w: Tensor) -> None:
+        if factors.is_changed():
+            raise UnsupportedError(
+                f"{name}: a gradient was changed in place while it was held, by a hook perhaps: whose it was is lost.\n"
+                "  let the hook return a new tensor"
+            )
+        self.add(name, factors.weighted_sum(w))
+
+    def sum(self) -> dict[str, Tensor]:
+        """{parameter: Σ w_n G_n}."""
+        self._check()
+        if isinstance(self._w, Tensor) and len(self._w) != sum(self._sizes):
+            raise SamplesError(f"WeightedSum: {len(self._w)} weights for {sum(self._sizes)} samples")
+        return self._sums
+
+
+def _checked(w: Any, norms: Tensor) -> Tensor:
+    if not isinstance(w, Tensor) or w.shape != norms.shape:
+        what = f"a tensor of shape {tuple(w.shape)}" if isinstance(w, Tensor) else repr(w)
+        raise OptionError(f"WeightedSum: the function of the norms gave {what}, not weights of shape ({len(norms)},)")
+    return w

@@ -1,0 +1,505 @@
+"""Weighted sums: whatever is held until the weights are known, the sum is that of gradients one sample at a time."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import per_sample_gradients
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import unsum
+from reads import close
+from unsum.errors import OptionError, UnsupportedError
+from unsum.holding import AGAIN, FACTORS, GRADIENTS, Size, choose
+
+N, T, V = 4, 6, 11
+
+
+@pytest.fixture(autouse=True)
+def _gradients_are_worth_holding(monkeypatch):
+    """On a processor only long sequences are: here everything is small."""
+    monkeypatch.setattr("unsum.holding.FAR", {"cpu": 1.0})
+
+
+class GPT(nn.Module):
+    def __init__(self, tied=False, checkpointed=None, width=8):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(V, width), nn.Parameter(torch.randn(T, width))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, V, bias=not tied)
+        self.checkpointed = checkpointed
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def part(self, h):
+        for layer in self.layers:
+            h = h + torch.tanh(layer(h)) * h.mean(1, keepdim=True)
+        return h
+
+    def forward(self, x):
+        h = self.tokens(x) + self.positions
+        if self.checkpointed is None:
+            h = self.part(h)
+        else:
+            h = checkpoint(self.part, h, use_reentrant=self.checkpointed)
+        return self.head(self.norm(h))
+
+
+class CNN(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Conv2d(2, 4, 3, padding=1), norm, nn.Conv2d(4, 4, 3, stride=2, groups=2)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x):
+        h = torch.relu(self.norm(self.a(x)))
+        return self.out(self.b(h).mean((2, 3)))
+
+
+class Shared(nn.Module):
+    """One layer twice, and a penalty-like use of nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(torch.tanh(self.a(x)))))
+
+
+class NoRule(nn.Module):
+    """A parameter in an operation that no rule knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.p = nn.Linear(5, 5), nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x):
+        return torch.cdist(self.a(x)[:, None], self.p[None].expand(len(x), -1, -1))[:, 0]
+
+
+class Turned(nn.Module):
+    """A weight whose columns are the outputs, as in GPT-2."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(5))
+
+    def forward(self, x):
+        return torch.addmm(self.b, x.flatten(0, 1), self.w).view(*x.shape[:2], 5)
+
+
+class Sums(nn.Module):
+    """Two outputs, of which one goes into the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        h = torch.tanh(self.a(x))
+        return h, self.b(h)
+
+
+def tokens():
+    return torch.randint(V, (N, T)), torch.randint(V, (N, T))
+
+
+def language(model, x, y):
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
+
+
+def squares(model, x):
+    return model(x).square().sum()
+
+
+def images():
+    return (torch.randn(N, 2, 8, 8),)
+
+
+NETS = {
+    "gpt": (GPT, tokens, language),
+    "gpt, wide": (lambda: GPT(width=3), tokens, language),
+    "gpt, tied": (lambda: GPT(tied=True), tokens, language),
+    "gpt, checkpoint": (lambda: GPT(checkpointed=False), tokens, language),
+    "gpt, reentrant": (lambda: GPT(checkpointed=True), tokens, language),
+    "cnn, group norm": (lambda: CNN(nn.GroupNorm(2, 4)), images, squares),
+    "cnn, batch norm": (lambda: CNN(nn.BatchNorm2d(4)).eval(), images, squares),
+    "shared": (Shared, lambda: (torch.randn(N, 5),), squares),
+    "no rule": (NoRule, lambda: (torch.randn(N, 5),), squares),
+    "turned": (Turned, lambda: (torch.randn(N, 9, 3),), squares),
+    "two outputs": (Sums, lambda: (torch.randn(N, 5),), lambda m, x: sum(o.square().sum() for o in m(x))),
+    "lstm": (lambda: nn.LSTM(5, 4, batch_first=True), lambda: (torch.randn(N, 3, 5),), lambda m, x: m(x)[0].sum()),
+    "sparse": (lambda: nn.Sequential(nn.Embedding(V, 4, sparse=True), nn.Linear(4, V)), tokens, language),
+}
+BUDGETS = {"none": 0, "little": 700, "default": None, "endless": 1 << 40}
+
+
+def clip(norms):
+    return (norms.median() / norms).clamp_max(1) + 0.1
+
+
+def truth_of(net):
+    torch.manual_seed(3)
+    make, data, loss = NETS[net]
+    model, batch = make().double(), [t.double() if t.is_floating_point() else t for t in data()]
+    kept = model.__dict__.pop("checkpointed", None)
+    model.checkpointed = None  # torch.autograd.grad refuses reentrant ones
+    each = per_sample_gradients(model, loss, *batch)
+    model.checkpointed = kept
+    return model, batch, loss, each
+
+
+def clipped(each, function=clip):
+    norms = torch.cat([v.flatten(1) for v in each.values()], 1).norm(dim=1)
+    return {name: torch.tensordot(function(norms), v, 1) for name, v in each.items()}
+
+
+def assert_sums(found, wanted, tolerance=1e-9):
+    assert set(found) == set(wanted)
+    scale = max(float(v.norm()) for v in wanted.values())
+    for name, value in wanted.items():
+        assert found[name].shape == value.shape
+        close(found[name], value, tolerance, scale, name)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("net", NETS)
+def test_the_sum_is_the_same_whatever_is_held(net, budget):
+    model, batch, loss, each = truth_of(net)
+    wanted = clipped(each)
+    for grad in (True, False, True):  # the first learns, later ones remember
+        model.zero_grad()
+        with unsum.gradients(model, unsum.WeightedSum(clip, memory=BUDGETS[budget]), grad=grad) as g:
+            value = loss(model, *batch)
+            value.backward()
+        assert_sums(g[unsum.WeightedSum].sum(), wanted)
+        for name, parameter in model.named_parameters():
+            if not grad:
+                assert parameter.grad is None
+            else:
+                stored = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+                torch.testing.assert_close(stored, each[name].sum(0))
+        with pytest.raises(RuntimeError, match="second time|freed"):
+            torch.autograd.backward(value)  # the graph is freed, as the user asked
+    chosen = g[unsum.WeightedSum].chosen
+    if budget == "none" and net not in ("gpt, reentrant", "lstm", "no rule"):
+        assert AGAIN in chosen.values()
+    if budget == "endless" or net == "gpt, reentrant":
+        assert AGAIN not in chosen.values()
+    if net == "turned" and budget == "endless":
+        assert set(chosen.values()) == {GRADIENTS}
+    if net == "gpt, wide" and budget == "endless":
+        assert {chosen["layers.0.weight"], chosen["norm.bias"]} == {GRADIENTS}
+        assert chosen["tokens.weight"] == FACTORS
+
+
+@pytest.mark.parametrize("budget", ["none", "endless"])
+@pytest.mark.parametrize("net", ["gpt", "gpt, tied", "cnn, group norm", "shared", "sparse"])
+def test_low_precision_and_scalers(net, budget):
+    model, batch, loss, each = truth_of(net)
+    wanted = clipped(each)
+    model, batch = model.float(), [t.float() if t.is_floating_point() else t for t in batch]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for _ in range(2):
+        sums = unsum.WeightedSum(clip, memory=BUDGETS[budget])
+        with unsum.gradients(model, unsum.Norms(), sums, scaler=scaler) as g:
+            scaler.scale(loss(model, *batch)).backward()
+        assert_sums(sums.sum(), wanted, 1e-5)
+        assert all(value.dtype == torch.float32 for value in sums.sum().values())
+        with unsum.gradients(model, unsum.WeightedSum(clip, memory=BUDGETS[budget]), loss_reduction="mean") as g:
+            (loss(model, *batch) / N).backward()
+        assert_sums(g[unsum.WeightedSum].sum(), wanted, 1e-5)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_packed_samples_and_nobodys_positions(budget):
+    torch.manual_seed(0)
+    model, x = GPT().double(), torch.randint(V, (1, T))
+    weigh = torch.randn(1, T, V).double()
+    for samples, own in (
+        (unsum.packed(torch.tensor([0, 2, T])), [[0, 1], [2, 3, 4, 5]]),
+        (torch.tensor([[0, 0, -1, 1, 1, -1]]), [[0, 1], [3, 4]]),
+    ):
+        truth = []
+        for positions in own:  # each sample's part of the loss, where samples do not interact
+            part = torch.zeros(1, T, 1).double()
+            part[:, positions] = 1
+            loss = (model.head(model.norm(model.tokens(x) + model.positions)) * weigh * part).square().sum()
+            truth.append(torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True))
+        each = {n: torch.stack([t[k] for t in truth]) for k, (n, _) in enumerate(model.named_parameters())}
+        model.part = lambda h: h
+        for _ in range(2):
+            with unsum.gradients(model, unsum.WeightedSum(clip, memory=BUDGETS[budget]), samples=samples) as g:
+                (model(x) * weigh).square().sum().backward()
+            assert_sums(g[unsum.WeightedSum].sum(), clipped(each))
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_penalties_and_losses_with_parameters_are_not_included(budget):
+    torch.manual_seed(0)
+    model, x = Shared().double(), torch.randn(N, 5).double()
+    each = per_sample_gradients(model, squares, x)
+    for _ in range(2):
+        with unsum.gradients(model, unsum.WeightedSum(clip, memory=BUDGETS[budget])) as g:
+            (squares(model, x) + 3 * model.a.weight.square().sum()).backward()
+        assert_sums(g[unsum.WeightedSum].sum(), clipped(each))
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_micro_batches_have_weights_of_their_own(budget):
+    torch.manual_seed(0)
+    model = GPT().double()
+    batches = [tokens() for _ in range(3)]
+    wanted = {name: 0 for name, _ in model.named_parameters()}
+    for batch in batches:
+        part = clipped(per_sample_gradients(model, language, *batch))
+        wanted = {name: wanted[name] + part[name] for name in wanted}
+    for _ in range(2):
+        with unsum.gradients(model, unsum.WeightedSum(clip, memory=BUDGETS[budget])) as g:
+            for batch in batches:
+                language(model, *batch).backward()
+        assert_sums(g[unsum.WeightedSum].sum(), wanted)
+
+
+def test_two_sums_with_weights_of_their_own_and_other_reducers_beside():
+    model, batch, loss, each = truth_of("gpt")
+    halved = lambda norms: 0.5 * torch.ones_like(norms)
+    for _ in range(2):
+        sums = [unsum.WeightedSum(clip, memory=0), unsum.WeightedSum(halved, memory=0), unsum.WeightedSum(clip)]
+        norms, moments, tokens_ = unsum.Norms(), unsum.SecondMoment(), unsum.TokenNorms()
+        with unsum.gradients(model, norms, *sums, moments, tokens_) as g:
+            loss(model, *batch).backward()
+        assert_sums(sums[0].sum(), clipped(each))
+        assert_sums(sums[1].sum(), clipped(each, halved))
+        assert_sums(sums[2].sum(), clipped(each))
+        flat = torch.cat([v.flatten(1) for v in each.values()], 1)
+        torch.testing.assert_close(g[norms].norms(), flat.norm(dim=1))
+        torch.testing.assert_close(g[moments].sum_squares()["head.weight"], each["head.weight"].square().sum(0))
+        assert g[tokens_].norms().shape == (N, T)
+
+
+def test_a_graph_that_is_retained_can_be_walked_again():
+    model, batch, loss, each = truth_of("gpt")
+    with unsum.gradients(model, unsum.WeightedSum(clip, memory=0)) as g:
+        value = loss(model, *batch)
+        value.backward(retain_graph=True)
+    assert_sums(g[unsum.WeightedSum].sum(), clipped(each))
+    model.zero_grad()
+    value.backward()
+    torch.testing.assert_close(model.head.weight.grad, each["head.weight"].sum(0))
+
+
+def test_what_the_loss_saved_is_freed_too():
+    model, batch, *_ = truth_of("gpt")
+    with unsum.gradients(model, unsum.WeightedSum(clip, memory=0)):
+        large = torch.ones(N, T, V).double()
+        seen = weakref.ref(large)
+        value = (model(batch[0]) * large).square().sum()
+        del large
+        value.backward()
+    gc.collect()
+    assert seen() is None  # though the loss is alive
+    assert value.grad_fn is not None
+
+
+@pytest.mark.parametrize("how", ["inputs", "autograd.grad"])
+def test_a_backward_that_asks_for_some_parameters(how):
+    model, batch, loss, each = truth_of("gpt")
+    asked = [model.head.weight, model.layers[0].bias]
+    part = {name: each[name] for name in ("head.weight", "layers.0.bias")}
+    for _ in range(2):
+        with unsum.gradients(model, unsum.WeightedSum(clip, memory=0)) as g:
+            if how == "inputs":
+                loss(model, *batch).backward(inputs=asked)
+            else:
+                torch.autograd.grad(loss(model, *batch), asked)
+        found = g[unsum.WeightedSum].sum()
+        assert_sums({name: found.pop(name) for name in part}, clipped(part))
+        assert not any(value.any() for value in found.values())
+
+
+# ---- who listens ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", ["tensor hook", "retain_grad", "module hook", "parameter hook"])
+def test_nobody_who_listens_hears_a_second_backward(who):
+    model, batch, loss, each = truth_of("gpt")
+    heard, handles = [], []
+    if who == "module hook":
+        handles.append(model.norm.register_full_backward_hook(lambda m, i, o: heard.append(1)))
+    if who == "parameter hook":
+        handles.append(model.head.weight.register_hook(lambda g: heard.append(1) or 2 * g))
+    outputs = []
+
+    def listen(module, args, output):
+        outputs.append(output)
+        if who == "tensor hook":
+            output.register_hook(lambda g: heard.append(1))
+        if who == "retain_grad":
+            output.retain_grad()
+
+    handles.append(model.norm.register_forward_hook(listen))
+    for step in range(2):
+        with unsum.gradients(model, unsum.WeightedSum(clip, memory=0)) as g:
+            loss(model, *batch).backward()
+        assert_sums(g[unsum.WeightedSum].sum(), clipped(each))
+        assert who == "retain_grad" or len(heard) == step + 1
+        chosen = g[unsum.WeightedSum].chosen
+        assert chosen["head.weight"] != AGAIN
+        assert (AGAIN in chosen.values()) == (who == "parameter hook")
+    if who == "retain_grad":
+        grads = [torch.autograd.grad(loss(model, *batch), outputs[-1])[0]]
+        torch.testing.assert_close(outputs[0].grad, grads[0])
+    for handle in handles:
+        handle.remove()
+
+
+def test_what_counts_hooks_is_taken_away():
+    before = torch.Tensor.register_hook, torch.Tensor.retain_grad, "retain_grad" in vars(torch.Tensor)
+    with unsum.gradients(nn.Linear(2, 2), unsum.WeightedSum(clip)):
+        with unsum.edit(None, {}):
+            assert torch.Tensor.register_hook is not before[0]
+            x = torch.ones(2, requires_grad=True) * 2
+            x.retain_grad()
+            x.register_hook(lambda g: 2 * g)
+            x.sum().backward()
+            assert x.grad.tolist() == [2.0, 2.0]
+    assert before == (torch.Tensor.register_hook, torch.Tensor.retain_grad, "retain_grad" in vars(torch.Tensor))
+
+
+def test_edits_and_captures_beside_act_once():
+    model, batch, loss, _ = truth_of("gpt")
+    found = {}
+    for memory in (0, 1 << 40):
+        for _ in range(2):
+            with unsum.edit(model, {"norm:grad_output": unsum.clip(-0.1, 0.1)}):
+                with unsum.capture(model, "norm:grad_output") as got:
+                    with unsum.gradients(model, unsum.WeightedSum(clip, memory=memory)) as g:
+                        loss(model, *batch).backward()
+        assert len(got.calls("norm:grad_output")) == 1
+        assert AGAIN not in g[unsum.WeightedSum].chosen.values()
+        found[memory] = g[unsum.WeightedSum].sum()
+    assert_sums(found[0], found[1 << 40])
+
+
+def test_a_backward_that_is_not_linear_is_noticed_and_taken_back():
+    torch.manual_seed(0)
+
+    class Net(nn.Module):
+        """A hook on a node of the graph: it cannot be seen beforehand."""
+
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.hook = nn.Linear(5, 5), nn.Linear(5, 2), None
+
+        def forward(self, x):
+            h = torch.tanh(self.a(x))
+            if self.hook is not None:
+                h.grad_fn.register_prehook(self.hook)
+            return self.b(h)
+
+    model, x = Net().double(), torch.randn(N, 5).double()
+    sums, each = unsum.WeightedSum(clip, memory=0), per_sample_gradients(model, squares, x)
+    with unsum.gradients(model, unsum.Norms(), sums) as g:
+        model.hook = lambda grads: (grads[0].clamp(-0.05, 0.05),)
+        for _ in range(2):
+            with pytest.raises(UnsupportedError, match="linear.*\n.*memory"):
+                squares(model, x).backward()
+        model.hook = None
+        squares(model, x).backward()
+    assert_sums(sums.sum(), clipped(each))  # of the last backward alone
+    assert len(g[unsum.Norms].norms()) == N
+    model.hook = lambda grads: (grads[0].clamp(-0.05, 0.05),)
+    with unsum.gradients(model, unsum.WeightedSum(clip, memory=1 << 30), unsum.Norms(), keep=True) as g:
+        squares(model, x).backward()
+    wanted = {name: g[name].weighted_sum(clip(g.norms())) for name in g}
+    assert_sums(g[unsum.WeightedSum].sum(), wanted)
+    model.hook = lambda grads: (2 * grads[0],)  # linear ones are done twice
+    with unsum.gradients(model, unsum.WeightedSum(clip, memory=0), unsum.Norms()) as g:
+        squares(model, x).backward()
+    doubled = {name: v * (2 if name.startswith("a.") else 1) for name, v in each.items()}
+    assert_sums(g[unsum.WeightedSum].sum(), clipped(doubled))
+
+
+def test_a_second_backward_that_fails_is_taken_back():
+    torch.manual_seed(0)
+    armed = []  # between the two backwards, the weights are computed
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if armed:
+                raise ZeroDivisionError
+            return grad.clone()
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 2)
+
+        def forward(self, x):
+            return self.b(Failing.apply(torch.tanh(self.a(x))))
+
+    def weights(norms):
+        armed.extend([1] * fails)
+        return clip(norms)
+
+    model, x = Net().double(), torch.randn(N, 5).double()
+    each, sums = per_sample_gradients(model, squares, x), unsum.WeightedSum(weights, memory=0)
+    with unsum.gradients(model, sums) as g:
+        for fails in (False, True, True):
+            armed.clear()
+            if fails:
+                with pytest.raises(ZeroDivisionError):
+                    squares(model, x + 1).backward()
+            else:
+                squares(model, x).backward()
+    assert_sums(sums.sum(), clipped(each))
+    assert g.ids.tolist() == list(range(N))
+
+
+# ---- the decision -----------------------------------------------------------------------------------------------
+
+
+def test_the_budget_is_kept_and_spent_where_it_saves_most():
+    sizes = {
+        "long": Size(gradients=100, factors=300, saved=1000.0, formed=True),
+        "short": Size(gradients=100, factors=60, saved=10.0, formed=True),
+        "table": Size(gradients=10_000, factors=50, saved=0.0, formed=False),
+        "bias": Size(gradients=5, factors=100, saved=50.0, formed=True, small=True),
+    }
+    decided = lambda budget, always=0, again=tuple(sizes): choose(sizes, budget, always=always, again=lambda: again)
+    assert decided(1000) == {"long": GRADIENTS, "short": GRADIENTS, "table": FACTORS, "bias": GRADIENTS}
+    assert decided(255) == decided(1000)
+    assert decided(254) == decided(1000) | {"short": FACTORS}
+    assert decided(215) == decided(254)
+    assert decided(214) == {"long": GRADIENTS, "short": GRADIENTS, "table": AGAIN, "bias": GRADIENTS}
+    assert decided(110) == {"long": GRADIENTS, "short": AGAIN, "table": AGAIN, "bias": GRADIENTS}
+    assert decided(0) == dict.fromkeys(sizes, AGAIN)
+    assert decided(0, always=5) == dict.fromkeys(sizes, AGAIN) | {"bias": GRADIENTS}
+    assert decided(0, again=()) == decided(254)  # as little as can be
+    assert decided(0, again=("long",)) == decided(254) | {"long": AGAIN}
+    assert (sizes["long"] + sizes["table"]).factors == 350
+
+
+def test_the_decision_is_told(caplog):
+    model, batch, loss, _ = truth_of("gpt")
+    caplog.set_level("INFO", logger="unsum")
+    with unsum.gradients(model, unsum.WeightedSum(clip, memory=0)) as g:
+        loss(model, *batch).backward()
+    assert set(g[unsum.WeightedSum].chosen) == {name for name, _ in model.named_parameters()}
+    assert "WeightedSum holds" in caplog.text and AGAIN in caplog.text
+
+
+@pytest.mark.parametrize("memory", [-1, "1 GB", True, float("nan")])
+def test_bad_budgets(memory):
+    with pytest.raises(OptionError, match="memory"):
+        unsum.WeightedSum(clip, memory=memory)
