@@ -1,11 +1,14 @@
-# make demo | test | check | bench | tune | docs — each works alone from a clean clone; .venv is made when it is missing.
+# make demo | test | check | bench | gpu-deps | tune | docs — each works alone from a clean clone; .venv is made when it is missing.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # timm and BackPACK ask for torchvision, and one that does not fit torch's build breaks transformers: without it.
 BARE := timm pillow backpack-for-pytorch unfoldNd einops
 
-.PHONY: demo test check bench tune docs format clean
+# Peers and what they import beside torch, numpy and tqdm, for a machine without a network.
+PEERS := opacus opt_einsum backpack-for-pytorch unfoldNd einops dattri-llm typing_extensions
+
+.PHONY: demo test check bench gpu-deps tune docs format clean
 
 demo: .venv/.core
 	PYTHONWARNINGS="ignore:Failed to initialize NumPy" $(BIN)/unsum demo  # torch says so where numpy is missing; nothing here needs it
@@ -30,6 +33,12 @@ bench: .venv/.bench
 	$(BIN)/python benchmarks/norms.py --threads 2 --json benchmarks/results/norms_cpu_two_threads.json
 	$(BIN)/python benchmarks/growth.py --json benchmarks/results/growth_cpu.json
 	$(BIN)/python benchmarks/tables.py
+
+gpu-deps: .venv/.core
+	rm -rf build/deps
+	$(PIP) install -q --target build/deps --no-deps --python-version 3.12 --only-binary=:all: $(PEERS)
+	rm -rf build/deps/benchmarks build/deps/examples build/deps/test  # which one of them brings, and would hide others
+	du -sh build/deps
 
 tune: .venv/.core
 	$(BIN)/python benchmarks/tune.py

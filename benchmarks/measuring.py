@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import statistics
@@ -21,6 +22,7 @@ def options_of(about: str) -> argparse.ArgumentParser:
     """The options that every benchmark has."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--seconds", type=float, metavar="S", help="for each model or size, instead of the usual")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write everything there")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="of torch on the CPU; 1 is the steadiest")
@@ -60,12 +62,17 @@ def ratios(times: dict[str, list[float]], way: str, to: str) -> dict[str, float]
 
 
 def memory_of(step: Any, model: nn.Module) -> int:
-    """Bytes on the GPU at the highest point of a step."""
+    """Bytes on the GPU at the highest point of a step: the model, and what the step adds. Other models that lie there
+    are not counted."""
+    model.zero_grad(set_to_none=True)
+    gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    model.zero_grad(set_to_none=True)
+    before = torch.cuda.memory_allocated()
     step()
-    return torch.cuda.max_memory_allocated()
+    added = torch.cuda.max_memory_allocated() - before
+    model.zero_grad(set_to_none=True)
+    return added + sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
 
 
 def memory_on_cpu(step: Any, model: nn.Module) -> int:

@@ -8,7 +8,8 @@ these ratios and their quartiles. "plain, again" is the noise. "first batch" is 
 layout. Norms of every way are compared with those of gradients that were computed one sample at a time.
 
 Peers take part where they are installed: Opacus (per-sample gradients by hooks; ghost norms, the first of its two
-backwards), torch.func (vmap of grad), BackPACK (BatchL2Grad).
+backwards), torch.func (vmap of grad), BackPACK (BatchL2Grad), dattri-llm (factors of every layer that it knows, then
+its own norms). One that fails is shown with its reason.
 """
 
 from __future__ import annotations
@@ -17,15 +18,13 @@ import copy
 import ctypes
 import functools
 import gc
-import importlib.util
 import random
 import statistics
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +35,8 @@ from torch import Tensor, nn
 import unsum
 from measuring import machine, memory_of, now, options_of, parsed, ratios, write
 from models import CNN, GPT, RecurrentLM
+from peers import Loss, Way, installed, peer, reason
 from unsum.plan.memory import forget
-
-Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 def token_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -83,13 +81,6 @@ CUDA = {
 # ---- ways -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Way:
-    name: str
-    model: nn.Module
-    step: Callable[[nn.Module, Tensor, Tensor], Tensor | None]  # the squared norms (n,)
-
-
 def plain(loss: Loss) -> Callable[..., None]:
     def step(model: nn.Module, x: Tensor, y: Tensor) -> None:
         loss(model, x, y).backward()
@@ -106,69 +97,6 @@ def with_unsum(loss: Loss, *, anew: bool = False) -> Callable[..., Tensor]:
         return g[unsum.Norms].sq_norms()
 
     return step
-
-
-def opacus_hooks(model: nn.Module, loss: Loss) -> Way:
-    from opacus import GradSampleModule
-
-    wrapped = GradSampleModule(copy.deepcopy(model), loss_reduction="sum", strict=False)
-
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        loss(model, x, y).backward()
-        squares = [p.grad_sample.flatten(1).float().square().sum(1) for p in model.parameters()]
-        for p in model.parameters():
-            p.grad_sample = None
-        return torch.stack(squares).sum(0)
-
-    return Way("Opacus, per-sample gradients", wrapped, step)
-
-
-def opacus_ghost(model: nn.Module, loss: Loss) -> Way:
-    from opacus.grad_sample import GradSampleModuleFastGradientClipping
-
-    wrapped = GradSampleModuleFastGradientClipping(
-        copy.deepcopy(model), loss_reduction="sum", max_grad_norm=1.0, use_ghost_clipping=True, strict=False
-    )
-
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        loss(model, x, y).backward()
-        return model.get_norm_sample().square()
-
-    return Way("Opacus, ghost norms", wrapped, step)
-
-
-def func(model: nn.Module, loss: Loss) -> Way:
-    def one(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        call = lambda given: torch.func.functional_call(model, parameters, (given,))
-        return loss(call, x[None], y[None])
-
-    each = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0, 0), randomness="different")
-
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        detached = {name: p.detach() for name, p in model.named_parameters()}
-        grads = each(detached, x, y)
-        for name, p in model.named_parameters():
-            p.grad = grads[name].sum(0)
-        return torch.stack([g.flatten(1).float().square().sum(1) for g in grads.values()]).sum(0)
-
-    return Way("torch.func, vmap of grad", copy.deepcopy(model), step)
-
-
-def backpack_norms(model: nn.Module, loss: Loss) -> Way:
-    from backpack import backpack, extend
-    from backpack.extensions import BatchL2Grad
-
-    extended = extend(copy.deepcopy(model), use_converter=False)
-
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        with backpack(BatchL2Grad()):
-            loss(model, x, y).backward()
-        return torch.stack([p.batch_l2 for p in model.parameters()]).sum(0)
-
-    return Way("BackPACK, BatchL2Grad", extended, step)
-
-
-PEERS = {"opacus": (opacus_hooks, opacus_ghost), "torch": (func,), "backpack": (backpack_norms,)}
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
@@ -199,28 +127,42 @@ def check(way: Way, x: Tensor, y: Tensor, squares: Tensor, grads: list[Tensor | 
     return f"off by {off:.0e}" if off < loose else f"WRONG norms, off by {off:.0e}"
 
 
-def peak_on_cpu(name: str, way: str, threads: int) -> int:
-    """Bytes that one step adds to the memory of a process of its own, at its highest."""
+def peak_on_cpu(name: str, way: str, threads: int) -> int | None:
+    """Bytes that one step adds to the memory of a process of its own, at its highest; None if it fails there."""
     command = [sys.executable, __file__, "--only", name, "--peak-of", way, "--threads", str(threads)]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    return None if done.returncode else int(done.stdout.split()[-1])
 
 
-def peak_of(make: Callable[[str], Any], way: str) -> int:
+def peak_of(make: Callable[[str], Any], key: str) -> int:
     """In this process: how much more memory a step takes than there was before, at its highest."""
     torch.manual_seed(0)
     model, loss, x, y = make("cpu")
-    step = with_unsum(loss) if way == "unsum" else plain(loss)
+    way = next(way for way in own_ways(model, loss) if way.key == key) if key in OWN else peer(key, model, loss)
     for _ in range(3):
-        model.zero_grad(set_to_none=True)
-        step(model, x, y)
-    model.zero_grad(set_to_none=True)
+        way.model.zero_grad(set_to_none=True)
+        way.step(way.model, x, y)
+    way.model.zero_grad(set_to_none=True)
+    way.free()
     lines = lambda: Path("/proc/self/status").read_text().splitlines()
     status = lambda key: 1024 * int(next(line for line in lines() if line.startswith(key)).split()[1])
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten
     before = status("VmRSS")
-    step(model, x, y)
+    way.step(way.model, x, y)
     return status("VmHWM") - before
+
+
+OWN = ("plain", "unsum")
+
+
+def own_ways(model: nn.Module, loss: Loss) -> list[Way]:
+    return [
+        Way("plain", model, plain(loss), "plain"),
+        Way("plain, again", model, plain(loss), "plain"),
+        Way("unsum, Norms", model, with_unsum(loss), "unsum"),
+        Way("unsum, first batch", copy.deepcopy(model), with_unsum(loss, anew=True)),
+    ]
 
 
 def run(name: str, make: Callable[[str], Any], *, device: str, dtype: torch.dtype, seconds: float) -> dict[str, Any]:
@@ -232,30 +174,36 @@ def run(name: str, make: Callable[[str], Any], *, device: str, dtype: torch.dtyp
     model.zero_grad()
     loss(model, x, y).backward()
     grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    ways = [Way("plain", model, plain(loss)), Way("plain, again", model, plain(loss))]
-    ways += [
-        Way("unsum, Norms", model, with_unsum(loss)),
-        Way("unsum, first batch", copy.deepcopy(model), with_unsum(loss, anew=True)),
-    ]
+    model.zero_grad()
+    peers, notes = installed(model, loss, x, y)
+    checked: dict[str, str] = {}
+    ways: list[Way] = []
+    for way in own_ways(model, loss) + peers:
+        try:
+            checked[way.name] = check(way, x, y, squares, grads)
+            for _ in range(3):  # warm
+                way.step(way.model, x, y)
+            ways.append(way)
+        except Exception as error:
+            if way.key in OWN:
+                raise
+            notes.append({"way": way.name, "note": reason(error)})
+    del grads
+    times = timed(ways, x, y, device=device, seconds=seconds)
+    peaks = {way.name: peak for way in ways if (peak := peak_memory(name, way, x, y, device)) is not None}
     rows: list[dict[str, Any]] = []
-    if device == "cpu":
-        for library, makers in PEERS.items():
-            for maker in makers:
-                label = maker.__name__.replace("_", " ")
-                if importlib.util.find_spec(library) is None:
-                    rows.append({"way": label, "note": "not installed"})
-                    continue
-                try:
-                    way = maker(model, loss)
-                    way.step(way.model, x, y)
-                    ways.append(way)
-                except Exception as error:
-                    rows.append({"way": label, "note": f"fails: {type(error).__name__}: {error}".splitlines()[0][:100]})
-    checked = [check(way, x, y, squares, grads) for way in ways]
+    for way in ways:
+        row = {"way": way.name, "ms": round(1e3 * statistics.median(times[way.name]), 2),
+               "to_plain": ratios(times, way.name, "plain"), "norms": checked[way.name]}  # fmt: skip
+        if way.name in peaks:
+            row["memory"] = round(peaks[way.name] / peaks["plain"], 3)
+        rows.append(row)
+    return {"model": name, "repetitions": len(times["plain"]), "rows": rows + notes}
+
+
+def timed(ways: Sequence[Way], x: Tensor, y: Tensor, *, device: str, seconds: float) -> dict[str, list[float]]:
+    """Seconds of each way, one step of each per repetition, in random order."""
     times: dict[str, list[float]] = {way.name: [] for way in ways}
-    for way in ways:  # warm
-        for _ in range(3):
-            way.step(way.model, x, y)
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -266,20 +214,21 @@ def run(name: str, make: Callable[[str], Any], *, device: str, dtype: torch.dtyp
             start = now(device)
             way.step(way.model, x, y)
             times[way.name].append(now(device) - start)
+            way.model.zero_grad(set_to_none=True)
         gc.collect()
     gc.enable()
+    gc.unfreeze()
+    return times
+
+
+def peak_memory(name: str, way: Way, x: Tensor, y: Tensor, device: str) -> int | None:
+    """Of one step, if it can be told."""
+    way.free()
     if device == "cuda":
-        peaks = {way.name: memory_of(functools.partial(way.step, way.model, x, y), way.model) for way in ways}
-    elif Path("/proc/self/clear_refs").exists():
-        own = {"plain": "plain", "plain, again": "plain", "unsum, Norms": "unsum"}
-        peaks = {shown: peak_on_cpu(name, way, torch.get_num_threads()) for shown, way in own.items()}
-    for way, values in zip(ways, checked, strict=True):
-        row = {"way": way.name, "ms": round(1e3 * statistics.median(times[way.name]), 2),
-               "to_plain": ratios(times, way.name, "plain"), "norms": values}  # fmt: skip
-        if way.name in peaks:
-            row["memory"] = round(peaks[way.name] / peaks["plain"], 3)
-        rows.insert(len([r for r in rows if "to_plain" in r]), row)
-    return {"model": name, "repetitions": len(times["plain"]), "rows": rows}
+        return memory_of(functools.partial(way.step, way.model, x, y), way.model)
+    if not way.key or not Path("/proc/self/clear_refs").exists():
+        return None
+    return peak_on_cpu(name, way.key, torch.get_num_threads())
 
 
 def table(result: dict[str, Any]) -> str:
@@ -300,7 +249,7 @@ def table(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--only", default="", help="models whose name contains this")
-    parser.add_argument("--peak-of", choices=["plain", "unsum"], help="only print the bytes that a step takes")
+    parser.add_argument("--peak-of", metavar="WAY", help="only print the bytes that a step takes: plain, unsum, a peer")
     options = parsed(parser)
     if options.peak_of:
         print(peak_of(next(make for name, make in CPU.items() if options.only in name), options.peak_of))
@@ -311,14 +260,16 @@ def main() -> None:
     models = {k: v for k, v in (CUDA if options.device == "cuda" else CPU).items() if options.only in k}
     about = machine(options.device)
     print(", ".join(f"{key} {value}" for key, value in about.items()), f"threads {options.threads}", end="\n\n")
-    results = []
+    report = {"machine": about, "device": options.device, "threads": options.threads, "models": []}
     for name, make in models.items():
-        results.append(run(name, make, device=options.device, dtype=dtype, seconds=5 if options.quick else 40))
-        print(table(results[-1]), end="\n\n", flush=True)
-    write(
-        options.json,
-        {"machine": about, "device": options.device, "threads": options.threads, "models": results},
-    )
+        seconds = options.seconds or (5 if options.quick else 40)
+        try:
+            report["models"].append(run(name, make, device=options.device, dtype=dtype, seconds=seconds))
+            print(table(report["models"][-1]), end="\n\n", flush=True)
+        except torch.OutOfMemoryError as error:
+            print(f"{name}: {reason(error)}", flush=True)
+        write(options.json, report)  # after each: a limit of time loses nothing
+        gc.collect()
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ The unit is one training step: forward, loss (a sum over samples), backward. In 
 step, in random order, and its time is divided by that of the plain step of the same repetition; shown are the median of
 these ratios, their quartiles, and peak memory over that of the plain step (on a GPU all memory, on a CPU what the step
 adds). "clipped" holds what fits half of the free memory, "clipped, factors" factors alone, "clipped, memory=0" nothing:
-it goes backward twice. Each way is checked against plain autograd:
-norms against gradients of one sample at a time, clipped sums against the gradient of a weighted loss, projections
-against the projection of `.grad`.
+it goes backward twice. Each way is checked against plain autograd: norms and dots against gradients of one sample at a
+time, clipped sums against the gradient of a weighted loss, projections against the projection of `.grad`, norms of
+tokens against what modules were given and got back, captures against the weight gradients that they multiply to.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import unsum
+from checks import checked, clip
 from measuring import machine, memory_of, memory_on_cpu, now, options_of, parsed, ratios, write
 from models import GPT, ResNet50
-from norms import truth
-from unsum.factors.factors import projection
+from peers import reason
 from unsum.holding import FACTORS
 
 Step = Callable[[], Any]
@@ -107,10 +107,6 @@ MODELS: dict[str, dict[str, tuple[Callable[[], Any], tuple[str, ...]]]] = {
 }
 
 
-def clip(norms: Tensor) -> Tensor:
-    return (norms.median() / norms).clamp_max(1.0)
-
-
 def ways_of(model: nn.Module, losses: Any, x: Tensor, y: Tensor, names: tuple[str, ...]) -> dict[str, Step]:
     def block(*reducers: Any, **options: Any) -> Any:
         with unsum.gradients(model, *reducers, **options) as g:
@@ -152,43 +148,6 @@ def held_as_factors(step: Step) -> Any:
     """Whatever the budget would be: factors, to compare with."""
     with unittest.mock.patch("unsum.weighted.choose", lambda sizes, *_, **__: dict.fromkeys(sizes, FACTORS)):
         return step()
-
-
-def checked(name: str, step: Step, model: nn.Module, losses: Any, x: Tensor, y: Tensor) -> str:
-    """How far a way's result is from what plain autograd gives, relative."""
-    model.zero_grad(set_to_none=True)
-    found = step()
-    if name == "norms":
-        wanted = truth(model, lambda m, x, y: losses(m, x, y).sum(), x, y, 4)
-        off = (found[:4].float() / wanted.float() - 1).abs().max()
-    elif name.startswith("clipped"):
-        with unsum.gradients(model, unsum.Norms(), grad=False) as g:
-            losses(model, x, y).sum().backward()
-        w = clip(g[unsum.Norms].norms())
-        model.zero_grad(set_to_none=True)
-        (losses(model, x, y) * w.to(x.device)).sum().backward()
-        off = _furthest({n: (found[n], p.grad) for n, p in model.named_parameters()})
-    elif name == "projected":
-        model.zero_grad(set_to_none=True)
-        losses(model, x, y).sum().backward()
-        pairs = {}
-        for n, p in model.named_parameters():
-            if p.dim() == 2:
-                left, right = (m.to(p.device) for m in projection(n, 0, 16, p.shape[0], p.shape[1]))
-                pairs[n] = (found[n].float().sum(0), (left @ p.grad.float() @ right).flatten())
-        off = _furthest(pairs)
-    elif name == "dots":
-        wanted = truth(model, lambda m, x, y: losses(m, x, y).sum(), x, y, 4)
-        off = (found.diagonal()[:4].float() / wanted.float() - 1).abs().max()
-    else:
-        return "-"
-    loose = 0.05 if next(model.parameters()).dtype == torch.bfloat16 else 1e-3
-    return f"{'off' if off < loose else 'WRONG'} by {float(off):.0e}"
-
-
-def _furthest(pairs: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
-    scale = max(b.float().norm() for _, b in pairs.values())
-    return max((a.float() - b.float()).norm() / scale for a, b in pairs.values())
 
 
 def run(name: str, make: Callable[[], Any], names: tuple[str, ...], *, device: str, seconds: float) -> dict[str, Any]:
@@ -247,13 +206,16 @@ def main() -> None:
         if options.only not in name:
             continue
         try:
-            results.append(run(name, make, names, device=options.device, seconds=3 if options.quick else 20))
+            seconds = options.seconds or (3 if options.quick else 20)
+            results.append(run(name, make, names, device=options.device, seconds=seconds))
             print(table(results[-1]), end="\n\n", flush=True)
-        except ImportError as error:
-            print(f"{name}: {error}", flush=True)
+        except (ImportError, torch.OutOfMemoryError) as error:
+            print(f"{name}: {reason(error)}", flush=True)
+        write(
+            options.json, {"machine": about, "device": options.device, "models": results}
+        )  # a time limit loses nothing
         gc.unfreeze()
         gc.collect()
-    write(options.json, {"machine": about, "device": options.device, "models": results})
 
 
 if __name__ == "__main__":

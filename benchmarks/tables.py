@@ -57,31 +57,42 @@ def norms(result: dict[str, Any]) -> str:
 
 
 def growth(result: dict[str, Any]) -> str:
-    about = ", ".join(f"{key} {value}" for key, value in (result["machine"] | result["model"]).items()) + "."
-    device, lines = result["device"], [about, ""]
+    about = ", ".join(f"{key} {value}" for key, value in (result["machine"] | result["model"]).items())
+    device, lines = result["device"], [about + (", bfloat16." if result["device"] == "cuda" else "."), ""]
     for what in ("samples", "tokens"):
-        lines += [
-            f"![norms over a plain step, growing with {what}](growth/{device}_{what}.svg)",
-            "",
-            "| B | T | plain, µs per sample | with norms | to a plain step | quartiles |",
-            "|---|---|---|---|---|---|",
-        ]
-        for row in result[what]:
+        rows = result[what]
+        more = [key for key in ("memory", "norms") if any(key in row for row in rows)]
+        titles = {"memory": "peak memory", "norms": "norms"}
+        if len(measured(rows)) > 1:
+            lines += [f"![norms over a plain step, growing with {what}](growth/{device}_{what}.svg)", ""]
+        head = ["B", "T", "plain, µs per sample", "with norms", "to a plain step", "quartiles", *map(titles.get, more)]
+        lines += ["| " + " | ".join(map(str, head)) + " |", "|---" * len(head) + "|"]
+        for row in rows:
+            if "note" in row:
+                lines.append(f"| {row['B']} | {row['T']} | {row['note'].replace('|', '/')} |" + " |" * (len(head) - 3))
+                continue
             ratio, each = row["to_plain"], row["us_per_sample"]
             spread = f"{ratio['low']:.2f}, {ratio['high']:.2f}"
             times = f"{each['plain']:.0f} | {each['norms']:.0f} | {ratio['median']:.2f}×"
-            lines.append(f"| {row['B']} | {row['T']} | {times} | {spread} |")
+            last = [f"{row[key]:.2f}×" if key == "memory" else row[key] for key in more]
+            lines.append(f"| {row['B']} | {row['T']} | {times} | " + " | ".join([spread, *last]) + " |")
         lines.append("")
     return "\n".join(lines)
+
+
+def measured(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if "to_plain" in row]
 
 
 def charts(result: dict[str, Any]) -> dict[str, str]:
     """{file: SVG}: the pictures of growth."""
     found, device = {}, result["device"]
+    where = "CPU" if device == "cpu" else result["machine"].get("gpu", "GPU")
     for what, axis in (("samples", "B"), ("tokens", "T")):
-        points = [(row[axis], row["to_plain"]["median"]) for row in result[what]]
-        title = f"Norms over a plain step, {'CPU' if device == 'cpu' else 'GPU'}: growing with {axis}"
-        found[f"{device}_{what}.svg"] = chart(title, axis, points, 1.5)
+        points = [(row[axis], row["to_plain"]["median"]) for row in measured(result[what])]
+        if len(points) > 1:  # a line
+            title = f"Norms over a plain step, {where}: growing with {axis}"
+            found[f"{device}_{what}.svg"] = chart(title, axis, points, 1.5)
     return found
 
 
@@ -107,20 +118,35 @@ TABLES = {
     "quantities_cuda": quantities,
     "quantities_cpu": quantities,
     "growth_cpu": growth,
+    "growth_cuda": growth,
 }
 
 
-def main() -> None:
-    page = PAGE.read_text()
+def results() -> dict[str, dict[str, Any]]:
+    """{table: what was measured}, of those that were."""
+    paths = {name: ROOT / "results" / f"{name}.json" for name in TABLES}
+    return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()}
+
+
+def filled(page: str, found: dict[str, dict[str, Any]]) -> str:
+    """A page with each table between its marks; where nothing was measured, nothing stands between them."""
     for name, make in TABLES.items():
         begin = BEGIN.replace("tables.py", f"tables.py: {name}")
-        before, _, rest = page.partition(begin)
-        after = rest.partition(END)[2]
-        page = before + begin + make(json.loads((ROOT / "results" / f"{name}.json").read_text())) + "\n" + END + after
-    PAGE.write_text(page)
-    for name, svg in charts(json.loads((ROOT / "results" / "growth_cpu.json").read_text())).items():
-        (PAGE.parent / "growth").mkdir(exist_ok=True)
-        (PAGE.parent / "growth" / name).write_text(svg, encoding="utf-8")
+        before, mark, rest = page.partition(begin)
+        if not mark:
+            raise SystemExit(f"no place for {name}: the page has no line {begin.strip()}")
+        table = make(found[name]) + "\n" if name in found else ""
+        page = before + begin + table + END + rest.partition(END)[2]
+    return page
+
+
+def main() -> None:
+    found = results()
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
+    (PAGE.parent / "growth").mkdir(exist_ok=True)
+    for name in ("growth_cpu", "growth_cuda"):
+        for file, svg in (charts(found[name]) if name in found else {}).items():
+            (PAGE.parent / "growth" / file).write_text(svg, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -124,6 +124,62 @@ def test_gradients_by_sample(dtype):
         assert (g[name].per_sample() - wanted).norm() <= tolerance * largest, name
 
 
+class Experts(nn.Module):
+    """Each token goes to two of four experts, sorted by expert."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = nn.Linear(64, 4), nn.Parameter(torch.randn(4, 64, 128) / 8)
+        self.down = nn.Parameter(torch.randn(4, 128, 64) / 11)
+
+    def forward(self, x):
+        flat = x.flatten(0, 1)
+        scores, chosen = self.gate(flat).float().softmax(-1).topk(2)
+        expert, order = chosen.flatten().sort(stable=True)
+        ends = torch.searchsorted(expert, torch.arange(4, device=x.device), right=True).int()
+        h = torch.tanh(torch.nn.functional.grouped_mm(flat[order // 2], self.up, offs=ends))
+        h = torch.nn.functional.grouped_mm(h, self.down, offs=ends) * scores.flatten()[order, None].to(h)
+        return h[order.argsort()].view(-1, 2, 64).sum(1).view_as(x)
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="this torch has no grouped_mm")
+@pytest.mark.parametrize("way", ["gram", "product"])
+def test_experts_wait_for_the_gpu_once(way, monkeypatch, recwarn):
+    from unsum.factors import routed
+
+    monkeypatch.setattr(routed.costs, "cheaper", lambda *args, **options: way)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Experts() for _ in range(3))).to("cuda", torch.bfloat16)
+
+    def step(x):
+        losses = model(x).float().square().sum((1, 2))
+        losses.sum().backward()
+
+    found = {}
+    for k in range(4):
+        x = torch.randn(6, 32, 64, device="cuda", dtype=torch.bfloat16)
+        torch.cuda.set_sync_debug_mode("warn" if k == 3 else "default")
+        try:
+            recwarn.clear()
+            step(x)
+            found["plain"] = len(recwarn)
+            recwarn.clear()
+            with unsum.gradients(model, unsum.Norms()) as g:
+                step(x)
+            found["norms"] = len(recwarn)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        losses = model(x).float().square().sum((1, 2))
+        wanted = [
+            sum(
+                p.float().square().sum() for p in torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+            )
+            for loss in losses
+        ]
+        torch.testing.assert_close(g[unsum.Norms].sq_norms(), torch.stack(wanted), rtol=3e-2, atol=0)
+    assert found["norms"] - found["plain"] <= 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("memory", [0, None])
 def test_clipped_sums(dtype, memory):

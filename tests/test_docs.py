@@ -2,7 +2,6 @@
 
 import importlib.util
 import inspect
-import json
 import os
 import pkgutil
 import re
@@ -29,13 +28,35 @@ def load(path, monkeypatch):
 
 def test_the_table_of_costs_is_made_from_the_last_results(monkeypatch):
     tables = load(ROOT / "benchmarks" / "tables.py", monkeypatch)
-    page = (ROOT / "docs" / "cost.md").read_text()
-    for name, make in tables.TABLES.items():
-        result = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-        assert make(result) in page, name
-    growth = json.loads((ROOT / "benchmarks" / "results" / "growth_cpu.json").read_text())
-    for name, svg in tables.charts(growth).items():
-        assert (ROOT / "docs" / "growth" / name).read_text() == svg
+    page, found = (ROOT / "docs" / "cost.md").read_text(), tables.results()
+    assert found.keys() >= {"capture_overhead", "norms_cpu", "norms_cuda", "quantities_cuda", "growth_cpu"}
+    for name, result in found.items():
+        assert tables.TABLES[name](result) in page, name
+    assert tables.filled(page, found) == page
+    for name in found.keys() & {"growth_cpu", "growth_cuda"}:
+        for file, svg in tables.charts(found[name]).items():
+            assert (ROOT / "docs" / "growth" / file).read_text() == svg
+
+
+def test_a_size_that_failed_stands_in_the_table_of_growth_with_its_reason(monkeypatch):
+    tables = load(ROOT / "benchmarks" / "tables.py", monkeypatch)
+    ratio = {"median": 1.1, "low": 1.0, "high": 1.2}
+    row = {"us_per_sample": {"plain": 2.0, "norms": 2.2}, "to_plain": ratio, "memory": 1.01, "norms": "off by 1e-05"}
+    rows = [{"B": b, "T": 128, **row} for b in (1, 4)] + [
+        {"B": 512, "T": 128, "note": "fails: OutOfMemoryError: a | b"}
+    ]
+    tokens = [{"B": 4, "T": 128, **row}]
+    machine = {"cpu": "some", "gpu": "NVIDIA H200", "torch": "2.11.0"}
+    result = {"machine": machine, "device": "cuda", "model": {"width": 768}, "samples": rows, "tokens": tokens}
+    table = tables.growth(result)
+    assert "gpu NVIDIA H200" in table and "| 4 | 128 | 2 | 2 | 1.10× | 1.00, 1.20 | 1.01× | off by 1e-05 |" in table
+    assert "| 512 | 128 | fails: OutOfMemoryError: a / b | | | | | |" in table
+    assert len({line.count("|") for line in table.splitlines() if line.startswith("|")}) == 1
+    assert list(tables.charts(result)) == ["cuda_samples.svg"] and "cuda_tokens.svg" not in table
+    assert "NVIDIA H200" in tables.charts(result)["cuda_samples.svg"]
+    page, found = (ROOT / "docs" / "cost.md").read_text(), tables.results() | {"growth_cuda": result}
+    new = tables.filled(page, found)
+    assert table in new and tables.filled(new, found) == new
 
 
 def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere():

@@ -320,6 +320,7 @@ class GradientsBlock:
         lasting = key is not None and plan.lasting and not self._sides.is_blind
         if lasting:
             remember(self._model, key, replace(plan, order=tuple(seen.at[node] for node in nodes)))
+            plan = plan.fitted(nodes) or plan  # as in every later batch
         self._forward.learnt(lasting=lasting and not self._saved.is_needed)
         self._learn_tap(plan, nodes)
         log.info(

@@ -271,14 +271,13 @@ class Tapping:
         memory = _memories.setdefault(self._model, _Memory())
         try:
             known = pattern(plan, nodes, *own, self._by_id)
+            if self._is_rehearsal:
+                memory.learnt(key, known)
+            elif key.rest not in memory.rehearsed:
+                memory.rehearsed[key.rest] = taken_down(self._module)
         except Untappable as error:
             memory.refused[key.rest] = str(error)
             log.info("unsum: the compiled model runs eagerly in this block: %s", error)
-            return
-        if self._is_rehearsal:
-            memory.learnt(key, known)
-        elif key.rest not in memory.rehearsed:
-            memory.rehearsed[key.rest] = taken_down(self._module)
 
     # ---- backward -------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from unsum.errors import OptionError, SamplesError
 from unsum.factors import total
 from unsum.factors.dense import Dense
 from unsum.factors.outer import Outer
+from unsum.factors.routed import Routed
 from unsum.factors.scale import Scale
 from unsum.factors.total import Kind
 from unsum.factors.windows import Windows
@@ -247,7 +248,7 @@ class Factors:
         """The outer products of each share, for those who want both factors; raises where the gradients are none."""
         found = []
         for share, kind in self._alone():
-            outer = kind.outer() if isinstance(kind, Windows) else kind
+            outer = kind.outer() if isinstance(kind, Windows | Routed) else kind
             if not isinstance(outer, Outer):
                 raise SamplesError(f"{self.name}: its gradients are no outer products ({type(kind).__name__.lower()})")
             found.append((share, outer))

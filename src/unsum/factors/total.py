@@ -11,10 +11,11 @@ from torch import Tensor
 from unsum.factors.dense import Dense
 from unsum.factors.lookup import Lookup
 from unsum.factors.outer import Outer
+from unsum.factors.routed import Routed
 from unsum.factors.scale import Scale
 from unsum.factors.windows import Windows
 
-Kind = Outer | Windows | Lookup | Scale | Dense
+Kind = Outer | Windows | Lookup | Scale | Routed | Dense
 
 
 def total(parts: Sequence[Kind]) -> list[Kind]:
@@ -67,6 +68,6 @@ def dot(one: Sequence[Kind], other: Sequence[Kind]) -> Tensor:
     one, other = total(one), total(other)
     if len(one) == len(other) == 1 and type(one[0]) is type(other[0]):
         mine: Any = one[0]
-        if not isinstance(mine, Outer) or mine.turned == other[0].turned:  # type: ignore[union-attr]
+        if not isinstance(mine, Outer | Routed) or mine.turned == other[0].turned:  # type: ignore[union-attr]
             return mine.dot(other[0])  # type: ignore[no-any-return]
     return Dense(dense(one)).dot(Dense(dense(other)))

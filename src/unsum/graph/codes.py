@@ -50,7 +50,7 @@ class Codes:
         if isinstance(layout, Regular):
             view = [-1 if d == layout.dim else 1 for d in range(like.dim())]
             return table[layout.along()].to(like.device).view(view)
-        return table.to(like.device)[layout.owner(like.device).long()]
+        return layout.beside(table.to(like.device)[layout.map.to(like.device).long()])
 
     def read(self, plain: Tensor, scaled: list[Tensor], *, only_regular: bool = False) -> Layout | None:
         """Whose each position is, from a gradient and its copies; None where positions mix samples, or where the layout

@@ -1,13 +1,14 @@
 """Whose is each position of a tensor?
 
 Nearly always the samples follow each other along one dimension, in blocks: that is a `Regular` layout, which costs
-nothing to hold. After routing, sorting or packing it is a `Mapped` one: a whole number for every position.
+nothing to hold. After routing, sorting or packing it is a `Mapped` one: a whole number for every row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,14 +25,15 @@ class Regular:
     dim: int
     block: int
 
-    def along(self) -> Tensor:
+    def along(self, device: torch.device | None = None) -> Tensor:
         """The samples along the dimension."""
-        return (torch.arange(self.shape[self.dim]) // self.block) % self.n
+        places = torch.arange(self.shape[self.dim], device=device)
+        return places.div(self.block, rounding_mode="floor") % self.n
 
     def owner(self, device: torch.device | None = None) -> Tensor:
         """The sample of every position."""
         view = [-1 if d == self.dim else 1 for d in range(len(self.shape))]
-        return self.along().to(device).view(view).expand(self.shape)
+        return self.along(device).view(view).expand(self.shape)
 
     def only(self, grad: Tensor, sample: int) -> Tensor | None:
         """The gradient with all other samples' positions set to zero; None if nothing is left."""
@@ -46,34 +48,56 @@ class Regular:
 
 @dataclass(frozen=True, eq=False)
 class Mapped:
-    """The sample of every position; NOBODY for what belongs to none, UNSEEN where the sweep has not come."""
+    """The sample of every position along the first dimensions; NOBODY for what belongs to none, UNSEEN where the sweep
+    has not come. Positions along the dimensions behind are of the same sample: a row of features costs one number."""
 
     map: Tensor  # int32
+    behind: tuple[int, ...] = ()  # sizes of the dimensions that do not matter
+    is_whole: bool = False  # whether every position is known to be of some sample
+    held: Tensor | None = None  # (n, t): the rows of each sample, where all have as many; then `map` has one dimension
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.map.shape)
+        return (*self.map.shape, *self.behind)
 
     def owner(self, device: torch.device | None = None) -> Tensor:
         """The sample of every position."""
-        return self.map.to(device)
+        return self.beside(self.map.to(device)).expand(self.shape)
+
+    def beside(self, rows: Tensor) -> Tensor:
+        """What there is one of for each number of the map, with dimensions of size 1 for those behind."""
+        return rows.view(*rows.shape, *(1 for _ in self.behind))
+
+    @cached_property
+    def has_unseen(self) -> bool:
+        """Whether there are positions of which nothing is known; looked up once."""
+        return not self.is_whole and bool((self.map == UNSEEN).any())
 
     def rows(self) -> Tensor | None:
         """The sample of each row, if all that was seen in it is of one; UNSEEN where nothing was. None if not."""
         if not self.map.numel() or not self.map.dim():
             return None
+        if self.map.dim() == 1:
+            return self.map
         flat = self.map.reshape(len(self.map), -1)
         rows = flat.amax(1)
         return rows if bool(((flat == rows[:, None]) | (flat == UNSEEN)).all()) else None
 
+    def narrowed(self) -> Mapped:
+        """The same with as few numbers as can be: without last dimensions along which nothing changes."""
+        map_, behind = self.map, self.behind
+        while map_.dim() > 1 and map_.numel() and bool((map_ == map_[..., :1]).all()):
+            map_, behind = map_[..., 0], (map_.shape[-1], *behind)
+        return self if map_ is self.map else Mapped(map_.clone(), behind, self.is_whole)
+
     def widened(self, shape: tuple[int, ...]) -> Mapped:
         """For a tensor that has more dimensions behind."""
-        return Mapped(self.map.view(*self.map.shape, *(1 for _ in shape[self.map.dim() :])).expand(shape))
+        return replace(self, behind=tuple(shape[self.map.dim() :]))
 
     def only(self, grad: Tensor, sample: int) -> Tensor | None:
         """The gradient with all other samples' positions set to zero; None if nothing is left."""
         others = self.map.to(grad.device) != sample
-        return None if bool(others.all()) else grad.clone().masked_fill_(others, 0)
+        return None if bool(others.all()) else grad.clone().masked_fill_(self.beside(others), 0)
 
 
 Layout = Regular | Mapped

@@ -144,7 +144,7 @@ def _read(streams: list[list[Tensor | None]], codes: Codes, *, only_regular: boo
         layout = codes.read(plain, copies, only_regular=only_regular)
         if layout is None:
             return None
-        owners.append(layout)
+        owners.append(layout.narrowed() if isinstance(layout, Mapped) else layout)
     return owners
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
 
-from unsum.graph.layout import UNSEEN, Layout, Regular
+from unsum.graph.layout import Layout, Mapped, Regular
+from unsum.kernels import segments
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,24 +32,28 @@ class Positions:
             dim, block = self.layout.dim, self.layout.block
             apart = tensor.unflatten(dim, (-1, self.n, block)).movedim(dim + 1, 0)
             return apart.flatten(1, self.lead + 1)
-        flat = tensor.flatten(0, self.lead - 1)
-        index = self._index.to(tensor.device)
-        taken = flat[index.clamp_min(0)]
-        return taken.masked_fill_((index < 0).view(*index.shape, *(1 for _ in taken.shape[2:])), 0)
+        return segments.taken(tensor.flatten(0, self.lead - 1), self.index(tensor.device), is_full=self.is_full)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all samples have as many positions, for a reason that is known."""
+        return isinstance(self.layout, Regular) or self.layout.held is not None
 
     def nobodys(self, tensor: Tensor) -> Tensor | None:
         """(1, t, *features): the positions that belong to no sample; None if there are none."""
-        if isinstance(self.layout, Regular) or not bool((self.rows < 0).any()):
+        if not self.has_nobodys:
             return None
         return tensor.flatten(0, self.lead - 1)[(self.rows < 0).to(tensor.device)][None]
 
+    @cached_property
+    def has_nobodys(self) -> bool:
+        """Whether some positions belong to no sample."""
+        return isinstance(self.layout, Mapped) and not self.layout.is_whole and bool((self.rows < 0).any())
+
     @property
     def lengths(self) -> Tensor | None:
-        """How many positions each sample has, if not all the same."""
-        if isinstance(self.layout, Regular):
-            return None
-        counts = self._counts
-        return None if bool((counts == counts[:1]).all()) else counts
+        """How many positions each sample has; None if all have as many."""
+        return None if self.is_full else self._sorted[1].diff()
 
     @cached_property
     def _rows(self) -> int:
@@ -58,25 +64,40 @@ class Positions:
     @cached_property
     def rows(self) -> Tensor:
         """The sample of each position, all in a row."""
-        owner = self.layout.owner()
-        flat = owner.flatten(0, self.lead - 1)
-        return flat if flat.dim() == 1 else flat.flatten(1)[:, 0]
+        if isinstance(self.layout, Regular):
+            owner = self.layout.owner().flatten(0, self.lead - 1)
+            return owner if owner.dim() == 1 else owner.flatten(1)[:, 0]
+        map_ = self.layout.map
+        if map_.dim() == self.lead:
+            return map_.flatten()
+        if map_.dim() > self.lead:  # the same along all features
+            return map_.flatten(self.lead)[..., 0].flatten() if map_.numel() else map_.new_empty(0)
+        lead = self.layout.shape[: self.lead]
+        return map_.view(*map_.shape, *(1 for _ in lead[map_.dim() :])).expand(lead).flatten()
+
+    def index(self, device: torch.device) -> Tensor:
+        """(n, t): the positions of each sample, then -1."""
+        if device not in self._indices:
+            self._indices[device] = self._index.to(device)
+        return self._indices[device]
 
     @cached_property
-    def _counts(self) -> Tensor:
-        rows = self.rows
-        return torch.bincount(rows[rows >= 0].long(), minlength=self.n)
+    def _indices(self) -> dict[torch.device, Tensor]:
+        return {}
 
     @cached_property
     def _index(self) -> Tensor:
-        """(n, t): the rows of each sample, then -1."""
-        rows, counts = self.rows.cpu(), self._counts.cpu()
-        order = torch.argsort(rows, stable=True)[int((rows < 0).sum()) :]
-        longest = int(counts.max()) if len(counts) else 0
-        index = torch.full((self.n, longest), -1)
-        place = torch.arange(longest) < counts[:, None]
-        index[place] = order
-        return index
+        if isinstance(self.layout, Regular):
+            lead = self.layout.shape[: self.lead]
+            return self.of(torch.arange(prod(lead)).view(lead))
+        if self.layout.held is None:
+            return segments.padded(*self._sorted)
+        rows, each = self.layout.held, prod(self.layout.shape[1 : self.lead])  # positions of each row
+        return rows if each == 1 else (rows[..., None] * each + torch.arange(each, device=rows.device)).flatten(1)
+
+    @cached_property
+    def _sorted(self) -> tuple[Tensor, Tensor]:
+        return segments.sort(self.rows, self.n)
 
 
 def positions(layout: Layout, n: int, features: int) -> Positions | None:
@@ -86,8 +107,8 @@ def positions(layout: Layout, n: int, features: int) -> Positions | None:
         return None
     if isinstance(layout, Regular):
         return Positions(layout, n, lead) if layout.dim < lead else None
-    owner = layout.map
-    if owner.numel() and bool((owner == UNSEEN).any()):
+    if layout.has_unseen:
         return None
-    rest = owner.flatten(lead) if features else owner[..., None]
-    return Positions(layout, n, lead) if not owner.numel() or bool((rest == rest[..., :1]).all()) else None
+    rest = layout.map.flatten(lead) if layout.map.dim() > lead else None
+    is_one = rest is None or not rest.numel() or bool((rest == rest[..., :1]).all())
+    return Positions(layout, n, lead) if is_one else None

@@ -8,6 +8,7 @@ them that ask torch once and keep the answer until they are told to forget.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,6 +21,7 @@ from unsum.graph.nodes import Node
 from unsum.nested import leaves
 
 _SMALL = 1 << 28  # bytes
+_known: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
 class _Box:
@@ -34,13 +36,20 @@ class _Box:
 
 def saved_by(node: Node) -> Iterator[Tensor]:
     """The tensors that a node has saved."""
-    for name in dir(node):
-        if name.startswith("_saved_") and hasattr(type(node), f"_raw{name}"):
-            try:
-                value = getattr(node, name)
-            except RuntimeError:  # freed, or changed in place since
-                continue
-            yield from (tensor for _, tensor in leaves(value) if tensor.layout == torch.strided)
+    for name in _names(type(node)):
+        try:
+            value = getattr(node, name)
+        except RuntimeError:  # freed, or changed in place since
+            continue
+        yield from (tensor for _, tensor in leaves(value) if tensor.layout == torch.strided)
+
+
+def _names(kind: type) -> tuple[str, ...]:
+    """Under which names nodes of a kind have tensors saved."""
+    if kind not in _known:
+        names = (name for name in dir(kind) if name.startswith("_saved_") and hasattr(kind, f"_raw{name}"))
+        _known[kind] = tuple(names)
+    return _known[kind]
 
 
 class Saved:

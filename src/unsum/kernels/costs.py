@@ -20,11 +20,15 @@ DEFAULT = {
     "cuda": {"product": 1.0, "pass": 250.0, "gram": 1.3, "plain": 0.85, "unfold": 2300.0, "fused": 2.0},
 }
 
+SHORT = 2.0  # how much longer an operation takes in products of a few rows each, as measured on a CPU
 
-def cheaper(t: int, i: int, o: int, device: str, *, want_sum: bool) -> Literal["product", "gram"]:
-    """The cheaper of two ways to the norms of gradients of shape (o, i) from t positions each."""
+
+def cheaper(t: int, i: int, o: int, device: str, *, want_sum: bool, matrices: int = 1) -> Literal["product", "gram"]:
+    """The cheaper of two ways to the norms of gradients of shape (o, i) from t positions each; or (matrices, o, i),
+    where each position meets one of several matrices."""
     weight = weights(device)
-    product = weight["product"] * 2 * t * o * i + weight["pass"] * (2 if want_sum else 1) * o * i
+    short = SHORT if matrices > 1 else 1.0
+    product = short * weight["product"] * 2 * t * o * i + weight["pass"] * (2 if want_sum else 1) * matrices * o * i
     gram = weight["gram"] * 2 * t * t * (o + i) + weight["pass"] * 2 * t * t
     if want_sum:  # torch computes the weight's gradient itself
         gram += weight["plain"] * 2 * t * o * i

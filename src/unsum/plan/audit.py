@@ -14,7 +14,7 @@ from unsum.factors.outer import Outer
 from unsum.factors.scale import Scale
 from unsum.factors.total import Kind
 from unsum.factors.windows import Windows
-from unsum.graph.layout import Layout
+from unsum.graph.layout import Layout, Regular
 from unsum.graph.nodes import Node, below, is_leaf
 from unsum.graph.owners import Owners
 from unsum.graph.replay import Grads, replay
@@ -58,8 +58,7 @@ class Audit:
             if kind is None:
                 continue
             if truth is None:
-                w = self._w.to(delta.device, delta.dtype)[layout.owner(delta.device).long()]
-                truth = replay(node, [delta * w, *grads[1:]])
+                truth = replay(node, [delta * self._of(layout, delta), *grads[1:]])
             wanted = truth[edge]
             assert wanted is not None
             off = (kind.weighted_sum(self._w[: self._n].to(delta.device)) - wanted).norm()
@@ -75,6 +74,13 @@ class Audit:
             if _is_followed(kind, child, output):
                 self.followed[node, edge] = _sum_comes_with_norms(kind)
                 self.sizes[node, edge] = size_of(kind)
+
+    def _of(self, layout: Layout, delta: Tensor) -> Tensor:
+        """Each position's w."""
+        w = self._w.to(delta.device, delta.dtype)
+        if isinstance(layout, Regular):
+            return w[layout.owner(delta.device)]
+        return layout.beside(w[layout.map.to(delta.device).long()])
 
     def _mismatch(self, rule: Rule, node: Node) -> None:
         text = f"the rule {rule.name} does not give what {node.name()} of torch {torch.__version__} gives"

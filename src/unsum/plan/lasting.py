@@ -19,7 +19,8 @@ from unsum.graph.layout import Layout, Regular
 from unsum.graph.nodes import Node, below, is_leaf, signed
 from unsum.graph.owners import Owners, Swept
 from unsum.graph.saved import saved_by
-from unsum.plan.moves import Moves, find
+from unsum.plan.moved import Moves
+from unsum.plan.moves import find
 from unsum.plan.plan import Indices
 from unsum.plan.steady import PRODUCTS, is_steady
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from unsum.errors import InteractionError, SamplesError
 from unsum.graph.cut import Cut, find_cut, is_penalty, parameters_met_outside
-from unsum.graph.layout import Layout, Regular, same
+from unsum.graph.layout import Layout, Mapped, Regular, same
 from unsum.graph.nodes import Edge, Node, below, is_leaf
 from unsum.graph.owners import Owners, Swept, all_are_seen, sweep
 from unsum.graph.replay import Grads, flow
@@ -171,6 +171,7 @@ def _plan(
         together=teams(nodes, ruled, mixed, alone),
         **ways,
         rounding=max([1e-9, *(_rounding(node) for node in cut.model if not is_leaf(node))]),
+        has_doubts=any(isinstance(layout, Mapped) and layout.has_unseen for each in owned.values() for layout in each),
         lasting=holds is not None,
         indices=() if holds is None else holds[0],
         moves=None if holds is None else holds[1],

@@ -1,11 +1,11 @@
 """Rows that data sends elsewhere: tokens that go to the experts chosen for them, and come back. Another batch sends
 them elsewhere, but by whole numbers that nodes of the graph have saved. What is remembered is which numbers, and of
-which rows they choose; whose the rows are is evaluated in every batch, and compared where it must be as it was."""
+which rows they choose; whose the rows are is evaluated in every batch (`moved`), and compared where it must be as it
+was."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,76 +13,8 @@ from torch import Tensor
 from unsum.graph.layout import NOBODY, UNSEEN, Layout, Mapped, Regular
 from unsum.graph.nodes import Node, below, is_leaf
 from unsum.graph.owners import Owners
-from unsum.graph.positions import positions
-from unsum.graph.saved import saved_by
-from unsum.plan.plan import Plan, Route
+from unsum.plan.moved import Move, Moves
 from unsum.plan.steady import keeps_rows
-
-
-@dataclass(frozen=True)
-class Move:
-    """A node whose result is rows of another tensor, chosen by whole numbers. The gradient goes the other way: what
-    arrives at a row of the result is sent to the row that was chosen."""
-
-    place: int
-    rows: Regular | int  # whose the rows of the result are: by a layout, or those that the move at this place sends
-    size: int  # how many rows the other tensor has
-    sent: Regular | None  # the layout that these must have, if they have one
-
-
-@dataclass
-class Moves:
-    """All moves of a graph, in the order in which gradients pass them."""
-
-    moves: list[Move] = field(default_factory=list)
-    follows: dict[int, int] = field(
-        default_factory=dict
-    )  # nodes whose rows are those that the move at this place sends
-    same: set[tuple[int, int]] = field(default_factory=set)  # moves that must send the same rows
-
-    def rows(self, nodes: Sequence[Node]) -> dict[int, Tensor] | None:
-        """The sample of each row that each move sends in this graph; None if something is not as it was."""
-        found: dict[int, Tensor] = {}
-        holds: list[Tensor] = []  # compared at the end: on a GPU, every look waits for it
-        for move in self.moves:
-            index = next(iter(saved_by(nodes[move.place])))
-            rows = (move.rows.along() if isinstance(move.rows, Regular) else found[move.rows]).to(index.device)
-            if move.sent is None:
-                sent = rows.new_full((move.size,), -1).index_copy_(0, index, rows)
-                holds.append((sent >= 0).all())
-            else:
-                sent = move.sent.along().to(index.device)
-            holds.append((sent[index] == rows).all())
-            found[move.place] = sent
-        holds += [(found[one] == found[other]).all() for one, other in self.same]
-        return found if not holds or bool(torch.stack(holds).all()) else None
-
-    def applied(self, plan: Plan, nodes: Sequence[Node]) -> Plan | None:
-        """The plan for this graph; None if it is another layout."""
-        rows = self.rows(nodes)
-        if rows is None:
-            return None
-        owned, routes = dict(plan.owned), dict(plan.routes)
-        for place, owners in plan.owned.items():
-            if place not in self.follows:
-                continue
-            map_ = rows[self.follows[place]].cpu()
-            owned[place] = [None if known is None else _mapped(map_, known.shape) for known in owners]
-            moved = [_again(route, owned[place][0], plan.n) for route in plan.routes.get(place, ())]
-            if any(route is None for route in moved):
-                return None
-            if moved:
-                routes[place] = tuple(route for route in moved if route is not None)
-        return replace(plan, owned=owned, routes=routes)
-
-
-def _again(route: Route, layout: Layout | None, n: int) -> Route | None:
-    by = None if layout is None else positions(layout, n, len(layout.shape) - route.by.lead)
-    return None if by is None else replace(route, by=by)
-
-
-def _mapped(rows: Tensor, shape: tuple[int, ...]) -> Mapped:
-    return Mapped(rows.to(torch.int32)).widened(shape)
 
 
 def find(nodes: Sequence[Node], owners: Mapping[Node, Owners | None]) -> Moves | None:
@@ -110,8 +42,8 @@ def find(nodes: Sequence[Node], owners: Mapping[Node, Owners | None]) -> Moves |
             shape = () if is_leaf(child) else tuple(child._input_metadata[output].shape)
             keeps = sent == here or keeps_rows(node, edge, shape)
             arriving.setdefault(child, []).append(sent if keeps else None)
-    rows = moves.rows(nodes)
-    fits = rows is not None and all(r is not None and _agree(rows[k].cpu(), r) for k, r in learnt)
+    found, holds = moves.sent(nodes)
+    fits = all(map(bool, holds)) and all(r is not None and _agree(found[k].sample.cpu(), r) for k, r in learnt)
     return moves if fits else None
 
 
@@ -131,7 +63,8 @@ def _move(
         return None
     if not sent.shape[0] or (isinstance(sent, Regular) and sent.dim != 0):
         return None  # of no rows, or of which nothing was held
-    return Move(here, rows, sent.shape[0], sent if isinstance(sent, Regular) else None)
+    count = node._input_metadata[0].shape[0]
+    return Move(here, rows, count, sent.shape[0], sent if isinstance(sent, Regular) else None)
 
 
 def _takes_rows(node: Node) -> bool:

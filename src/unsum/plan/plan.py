@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from unsum.graph.layout import UNSEEN, Layout, Mapped, Regular
+from unsum.graph.layout import Layout, Regular
 from unsum.graph.nodes import Node
 from unsum.graph.owners import Owners
 from unsum.graph.positions import Positions
@@ -20,7 +20,7 @@ from unsum.holding import Size
 from unsum.rules.registry import Rule
 
 if TYPE_CHECKING:
-    from unsum.plan.moves import Moves
+    from unsum.plan.moved import Moves
     from unsum.plan.together import Team
 
 
@@ -83,20 +83,12 @@ class Plan:
     cheap: frozenset[str] = frozenset()  # parameters whose gradient comes with their norms: torch need not compute it
     spare: frozenset[str] = frozenset()  # parameters whose gradient torch need not compute if nobody wants it
     rounding: float = 1e-9
+    has_doubts: bool = False  # whether the sweep has not come to some positions of owned nodes
     lasting: bool = False  # whether it holds for later graphs with the same signature
     indices: tuple[Indices, ...] = ()  # if these are the same
     moves: Moves | None = None  # rows that other batches send elsewhere
     tried: set[Meeting] = field(default_factory=set)  # the first of each team, once it was compared with itself alone
     order: tuple[int, ...] = ()  # which of the nodes of a survey is at each place
-
-    @cached_property
-    def doubts(self) -> bool:
-        """Whether there are positions of which the sweep has not seen whose they are."""
-        return any(
-            isinstance(layout, Mapped) and bool((layout.map == UNSEEN).any())
-            for owners in self.owned.values()
-            for layout in owners
-        )
 
     @cached_property
     def alone(self) -> frozenset[str]:
@@ -116,9 +108,21 @@ class Plan:
         return found
 
     def fitted(self, nodes: Sequence[Node]) -> Plan | None:
-        """The plan for a graph of this signature; None if owners went by other indices then."""
+        """The plan for a graph of this signature; None if owners went by other indices then. On a GPU, waits for it
+        once."""
+        holds: list[Tensor] = []
         for known in self.indices:
             now = list(saved_by(nodes[known.place]))[known.which]
-            if now.shape != known.value.shape or not torch.equal(now, known.value):
+            if now.shape != known.value.shape or now.device != known.value.device:
                 return None
-        return self if self.moves is None or not self.moves.moves else self.moves.applied(self, nodes)
+            holds.append((now == known.value).all())
+        if self.moves is None or not self.moves.moves:
+            return self if _are_true(holds) else None
+        found, more = self.moves.sent(nodes)
+        return self.moves.applied(self, found) if _are_true(holds + more) else None
+
+
+def _are_true(holds: Sequence[Tensor]) -> bool:
+    """Whether all of these hold: one look at each device."""
+    devices = dict.fromkeys(each.device for each in holds)
+    return all(bool(torch.stack([each for each in holds if each.device == device]).all()) for device in devices)

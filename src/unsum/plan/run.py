@@ -23,7 +23,7 @@ from unsum.factors.outer import Outer
 from unsum.factors.scale import Scale
 from unsum.factors.total import Kind
 from unsum.graph.codes import TOLERANCE
-from unsum.graph.layout import NOBODY, UNSEEN, Regular
+from unsum.graph.layout import NOBODY, UNSEEN, Mapped
 from unsum.graph.nodes import Node, below, is_leaf
 from unsum.graph.replay import Grads, replay
 from unsum.kernels.product import wide
@@ -76,7 +76,7 @@ class Run:
         self._formed: dict[int, tuple[Tensor, Tensor, dict[Meeting, None]]] = {}  # parameter, gradients, from where
         self._handles: list[hooks.Handle] = []
         self._largest = 0.0  # gradient so far, where some positions were not seen: beside it, others are rounding
-        self._doubts = plan.doubts
+        self._doubts = plan.has_doubts
 
     def attach(self) -> None:
         """Wait at the nodes that matter."""
@@ -138,9 +138,7 @@ class Run:
                 continue
             if self._doubts:
                 self._largest = max(self._largest, float(torch.where(grad.isfinite(), grad.abs(), 0).max()))
-            if not isinstance(layout, Regular) and (
-                layout is None or _is_unseen(layout.owner(grad.device), grad, self._largest)
-            ):
+            if layout is None or (isinstance(layout, Mapped) and _is_unseen(layout, grad, self._largest)):
                 self._to.unknown(node.name())
         done = []
         delta = grads[0]
@@ -243,7 +241,10 @@ class Run:
         values[sample] += value
 
 
-def _is_unseen(owner: Tensor, grad: Tensor, largest: float) -> bool:
+def _is_unseen(layout: Mapped, grad: Tensor, largest: float) -> bool:
     """Whether a gradient arrives where the sweep has not come; a NaN counts as one, rounding does not."""
+    if not layout.has_unseen:
+        return False
     small = 10 * TOLERANCE.get(grad.dtype, (0, 1e-3))[1]
-    return bool(((owner == UNSEEN) & ~(grad.abs() <= small * largest)).any())
+    unseen = layout.beside(layout.map.to(grad.device) == UNSEEN)
+    return bool((unseen & ~(grad.abs() <= small * largest)).any())

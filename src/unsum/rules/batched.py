@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from unsum.factors.outer import Outer
+from unsum.factors.routed import Routed
 from unsum.factors.scale import Scale
 from unsum.graph.layout import Mapped, Regular
 from unsum.graph.positions import Positions
@@ -13,16 +14,21 @@ from unsum.rules.registry import Call, rule, scaled
 
 
 @rule("GroupedMmBackward0", 1)
-def grouped_mm(call: Call) -> Outer | None:
+def grouped_mm(call: Call) -> Routed | None:
     """Rows in the order of their experts; `offs` says where each expert's rows end."""
-    ends, experts = call.saved("offs"), call.shape[0]
-    if ends is None or call.only_nobodys or len(call.shape) != 3:
+    ends, experts, by = call.saved("offs"), call.shape[0], call.by
+    if ends is None or len(call.shape) != 3 or by.lead != 1:
         return None
-    rows = call.by.rows.to(ends.device)
-    expert = torch.searchsorted(ends, torch.arange(len(rows), device=ends.device, dtype=ends.dtype), right=True)
-    cell = torch.where((rows < 0) | (expert >= experts), -1, rows * experts + expert.clamp_max(experts - 1))
-    apart = Positions(Mapped(cell.to(torch.int32)), call.by.n * experts, 1)
-    return Outer(apart.of(call.saved("self")), apart.of(call.delta), call.shape, turned=True, groups=experts)
+    a, delta, device = call.saved("self"), call.delta, call.delta.device
+    sample = by.rows.to(device)
+    if call.only_nobodys:
+        sample = torch.where(sample < 0, 0, -1)
+        by = Positions(Mapped(sample), 1, 1)
+    matrix = torch.searchsorted(ends, torch.arange(len(delta), device=device, dtype=ends.dtype), right=True)
+    return Routed(
+        a, delta, sample, matrix, by.index(device), experts, call.shape,
+        turned=True, ends=None if by.has_nobodys else ends, is_full=by.is_full, lengths=by.lengths,
+    )  # fmt: skip
 
 
 @rule("BmmBackward0", 1)

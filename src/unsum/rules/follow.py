@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from unsum.factors.dense import Dense
 from unsum.factors.outer import Outer
+from unsum.factors.routed import Routed
 from unsum.factors.scale import Scale
 from unsum.factors.total import Kind
 from unsum.graph.nodes import Node, signed
@@ -63,13 +64,15 @@ def _viewed(kind: Kind, shape: tuple[int, ...]) -> Kind | None:
         if kind.over is not None or [s for s in shape if s > 1] != [s for s in kind.shape if s > 1]:
             return Dense(kind.per_sample().reshape(kind.n, *shape))
         return replace(kind, shape=shape, over=kind.shape)
-    if isinstance(kind, Outer):
+    if isinstance(kind, Outer | Routed):
         return replace(kind, shape=shape)
     return None
 
 
 def _turned(kind: Kind, shape: tuple[int, ...]) -> Kind | None:
     if isinstance(kind, Outer) and (len(kind.shape) == 2 or (len(kind.shape) == 3 and kind.groups == kind.shape[0])):
+        return replace(kind, turned=not kind.turned, shape=shape)
+    if isinstance(kind, Routed) and len(kind.shape) == 3 and kind.matrices == kind.shape[0]:
         return replace(kind, turned=not kind.turned, shape=shape)
     if isinstance(kind, Dense | Scale):
         return Dense(kind.per_sample().mT.reshape(kind.n, *shape))

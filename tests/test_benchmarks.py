@@ -1,0 +1,87 @@
+"""What the benchmarks promise: nobody is dropped in silence, and a limit of time loses nothing."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+TINY = {"width": 16, "depth": 1, "heads": 2, "vocabulary": 20}
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """The benchmarks' modules, by name; forgotten afterwards."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    names = ("measuring", "models", "peers", "norms", "growth", "checks", "quantities")
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield lambda name: __import__(name)
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_a_peer_that_fails_or_is_absent_is_shown_with_its_reason(scripts, monkeypatch):
+    peers, norms = scripts("peers"), scripts("norms")
+
+    def broken(model, loss):
+        raise ValueError("does not know\nthis layer")
+
+    monkeypatch.setattr(peers, "PEERS", {"torch": (peers.func, broken), "no_such_library": (broken,)})
+    model, loss, x, y = norms.gpt(1, 16, 8, 4, 20, 2)("cpu")
+    ways, notes = peers.installed(model, loss, x, y)
+    assert [way.name for way in ways] == ["torch.func, vmap of grad"]
+    assert [note["note"] for note in notes] == ["fails: ValueError: does not know this layer", "not installed"]
+
+
+def test_a_row_of_norms_is_measured_and_checked(scripts, monkeypatch):
+    norms = scripts("norms")
+    monkeypatch.setattr(norms, "installed", lambda *given: ([], [{"way": "some peer", "note": "not installed"}]))
+    monkeypatch.setattr(norms, "peak_memory", lambda *given: None)
+    made = norms.run("tiny", norms.gpt(1, 16, 8, 4, 20, 2), device="cpu", dtype=torch.float32, seconds=0)
+    shown = {row["way"]: row.get("norms", row.get("note")) for row in made["rows"]}
+    assert shown["unsum, Norms"].startswith("off by") and shown["some peer"] == "not installed"
+    monkeypatch.setattr(norms, "truth", lambda *given: torch.ones(4))
+    made = norms.run("tiny", norms.gpt(1, 16, 8, 4, 20, 2), device="cpu", dtype=torch.float32, seconds=0)
+    assert "WRONG norms" in norms.table(made)
+
+
+def test_growth_writes_after_each_size_and_goes_on(scripts, monkeypatch, tmp_path):
+    growth = scripts("growth")
+    path, real = tmp_path / "growth.json", growth.measure
+
+    def measure(batch, length, *given, **options):
+        if (batch, length) == (2, 16):
+            raise torch.OutOfMemoryError("too much")
+        if length == 24:
+            raise ValueError("odd")
+        if length == 32:
+            assert [row["T"] for row in json.loads(path.read_text())["tokens"]] == [8, 16, 24]
+        return real(batch, length, *given, **options)
+
+    sizes = {"samples": [(2, 8)], "tokens": [(2, t) for t in (8, 16, 24, 32)], "model": TINY}
+    monkeypatch.setitem(growth.SIZES, "cpu", sizes)
+    monkeypatch.setattr(growth, "measure", measure)
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(sys, "argv", ["growth.py", "--seconds", "0.001", "--json", str(path)])
+    growth.main()
+    rows = json.loads(path.read_text())["tokens"]
+    assert [(row["B"], row["T"]) for row in rows] == [(2, 8), (1, 16), (2, 24), (2, 32)]
+    assert rows[2]["note"] == "fails: ValueError: odd" and all(rows[k]["norms"].startswith("off") for k in (0, 1, 3))
+    monkeypatch.setattr(sys, "argv", ["growth.py", "--limit", "-1", "--json", str(path)])
+    growth.main()
+    torch.set_num_threads(threads)
+    assert {row["note"] for row in json.loads(path.read_text())["samples"]} == {"not measured: the time was up"}
+
+
+@pytest.mark.parametrize("name", ["norms", "clipped", "projected", "tokens", "dots", "captured"])
+def test_every_quantity_is_checked_and_a_wrong_one_is_seen(name, scripts):
+    quantities, checks = scripts("quantities"), scripts("checks")
+    torch.manual_seed(0)
+    model, losses, x, y = quantities.gpt(4, length=32, **TINY | {"width": 32, "vocabulary": 40})()
+    step = quantities.ways_of(model, losses, x, y, (name,))[name]
+    assert checks.checked(name, step, model, losses, x, y).startswith("off by")
+    other = quantities.ways_of(model, losses, x.flip(1), y, (name,))[name]
+    assert checks.checked(name, other, model, losses, x, y).startswith("WRONG")
