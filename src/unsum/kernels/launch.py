@@ -21,11 +21,11 @@ _compiled: dict[Any, Any] = {}
 
 def launch(
     kernel: Any, grid: tuple[int, int, int], tensors: Sequence[Tensor], numbers: tuple[int, ...],
-    constants: dict[str, int], warps: int,
+    constants: dict[str, int], warps: int, **options: int,
 ) -> None:  # fmt: skip
     """Run `kernel` with these tensors, whole numbers and constants, which are its arguments in this order."""
     if is_traced(tensors[0]):  # the compiler launches it as its own
-        torch.library.wrap_triton(kernel)[grid](*tensors, *numbers, **constants, num_warps=warps)
+        torch.library.wrap_triton(kernel)[grid](*tensors, *numbers, **constants, num_warps=warps, **options)
         return
     key = None
     if again and tensors[0].is_cuda and tensors[0].device.index == torch.cuda.current_device():
@@ -37,7 +37,7 @@ def launch(
             if ready is not None:
                 ready(*tensors, *numbers, *constants.values())
                 return
-    made = kernel[grid](*tensors, *numbers, **constants, num_warps=warps)
+    made = kernel[grid](*tensors, *numbers, **constants, num_warps=warps, **options)
     if key is not None and hasattr(made, "launch_metadata"):
         if len(_compiled) >= _KEPT:
             _compiled.clear()

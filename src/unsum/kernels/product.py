@@ -26,6 +26,7 @@ RowNorms = Callable[[Tensor], Tensor]  # what `row_norms` is
 TILE = {"cpu": 1 << 25, "cuda": 1 << 27}  # elements of one tile of per-sample gradients
 ONE_PLACE = ([1, 1], [1, 1], [0, 0], [1, 1])  # kernel, stride, padding, dilation of a linear layer seen as windows
 FEW = {"cuda": 1 << 34}  # products of numbers, up to which starting kernels is what takes time in compiled code
+SHORT = 512  # positions, up to which pairs of them are best taken where they are read, as measured
 ALIGNED = 128  # rows of a tile: others take slow kernels on a GPU
 
 
@@ -69,6 +70,8 @@ def sq_norms(a: Tensor, delta: Tensor, way: Way | None = None) -> Tensor:
     if way == "rank one":
         return squares(a) * squares(delta)
     if way == "gram":
+        if a.shape[1] <= SHORT and not is_traced(a) and fused.serves("gram_sq_norms", a[:, None], delta[:, None]):
+            return fused.gram_sq_norms(a[:, None], delta[:, None], *ONE_PLACE)  # type: ignore[no-any-return]
         return gram(a, delta, a, delta)
     return norms_and_sum(a, delta, want_sum=False)[0]
 

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unsum.kernels.launch import launch
+
 ENOUGH = 264  # programs: two for each multiprocessor of a large GPU
 PLACES = 64  # of one step of a product
 
@@ -199,12 +201,14 @@ def products(
     make = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=x.device)
     total = make(splits, o, lie.columns, dtype=x.dtype if splits == 1 else torch.float32)
     squares, shift = make(tiles, n), make(n, o) if with_shift else make(0)
-    _products[(tiles, splits)](
-        x, delta, total, squares, shift, n, each, lie.places, o, lie.columns, *lie.numbers,
-        pointwise=lie.pointwise, whole=whole, long=lie.long, with_shift=with_shift, high=high, width=width,
-        deep=max(16, min(PLACES // 2 if wide else PLACES, triton.next_power_of_2(lie.places))),
-        is_interpreted=IS_INTERPRETED, num_warps=8 if high * width > 8192 else 4, num_stages=3,
-    )  # fmt: skip
+    constants = {
+        "pointwise": lie.pointwise, "whole": whole, "long": lie.long, "with_shift": with_shift, "high": high,
+        "width": width, "deep": max(16, min(PLACES // 2 if wide else PLACES, triton.next_power_of_2(lie.places))),
+        "is_interpreted": IS_INTERPRETED,
+    }  # fmt: skip
+    numbers = (n, each, lie.places, o, lie.columns, *lie.numbers)
+    warps = 8 if high * width > 8192 else 4
+    launch(_products, (tiles, splits, 1), (x, delta, total, squares, shift), numbers, constants, warps, num_stages=3)
     return squares.sum(0), total[0] if splits == 1 else total.sum(0).to(x.dtype), shift
 
 
@@ -218,9 +222,10 @@ def gram_sq_norms(
     deep = max(16, min(64, triton.next_power_of_2(lie.places)))
     tiles = triton.cdiv(lie.places, deep)
     squares = torch.empty((tiles * tiles, n), dtype=torch.float32, device=x.device)
-    _gram[(n * tiles * tiles,)](
-        x, delta, squares, n, lie.places, o, lie.columns, *lie.numbers,
-        pointwise=lie.pointwise, whole=whole, long=lie.long, deep=deep, width=width, is_interpreted=IS_INTERPRETED,
-        num_warps=4, num_stages=3,
-    )  # fmt: skip
+    constants = {
+        "pointwise": lie.pointwise, "whole": whole, "long": lie.long, "deep": deep, "width": width,
+        "is_interpreted": IS_INTERPRETED,
+    }  # fmt: skip
+    numbers = (n, lie.places, o, lie.columns, *lie.numbers)
+    launch(_gram, (n * tiles * tiles, 1, 1), (x, delta, squares), numbers, constants, 4, num_stages=3)
     return squares.sum(0)

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unsum.kernels.launch import launch
+
 ROWS = 8  # positions of one table's row that are added at once
 
 
@@ -43,7 +45,8 @@ def lookup_sq_norms(ids: Tensor, delta: Tensor) -> Tensor:
     width = min(triton.next_power_of_2(d), 256)
     blocks = triton.cdiv(d, width)
     squares = torch.empty((n, t * blocks), dtype=torch.float32, device=delta.device)
-    _lookup_sq_norms[(n * t, blocks)](
-        order, sorted_ids, ends, delta, squares, t, d, *delta.stride(), rows=ROWS, width=width, num_warps=2
-    )
+    launch(
+        _lookup_sq_norms, (n * t, blocks, 1), (order, sorted_ids, ends, delta, squares), (t, d, *delta.stride()),
+        {"rows": ROWS, "width": width}, 2,
+    )  # fmt: skip
     return squares.sum(1)

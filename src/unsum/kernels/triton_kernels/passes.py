@@ -67,7 +67,7 @@ def weighted_sum(each: Tensor, w: Tensor) -> Tensor:
     n, size = each.shape[0], each[0].numel()
     total = torch.empty(each.shape[1:], dtype=torch.float32, device=each.device)
     w = w.to(each.device, torch.float32).contiguous()
-    _weighted_sum[(triton.cdiv(size, WIDE),)](each, w, total, n, size, block_size=WIDE, num_warps=8)
+    launch(_weighted_sum, (-(-size // WIDE), 1, 1), (each, w, total), (n, size), {"block_size": WIDE}, 8)
     return total
 
 
@@ -86,5 +86,5 @@ def scaled(x: Tensor, w: Tensor) -> Tensor:
     n, size = x.shape[0], x[0].numel()
     blocks, out = triton.cdiv(size, WIDE), torch.empty_like(x)
     w = w.to(x.device, torch.float32).contiguous()
-    _scaled[(n * blocks,)](x, w, out, size, blocks, block_size=WIDE, num_warps=8)
+    launch(_scaled, (n * blocks, 1, 1), (x, w, out), (size, blocks), {"block_size": WIDE}, 8)
     return out
