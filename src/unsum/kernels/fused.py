@@ -76,7 +76,7 @@ def _offer(
             return chosen(*given)
         if compiled == "kernel" and serves(name, *given) and (name, given[0].device, given[0].dtype) in _ready:
             return getattr(_kernels(), name)(*given)
-        return twin(*given) if compiled == "twin" else operator(*given)
+        return operator(*given) if compiled == "operator" else twin(*given)
 
     if compiled == "kernel":
         _LAUNCHED.append(name)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unsum.kernels.launch import launch
+from unsum.kernels.launch import blocks_of, launch, power_of_two
 
 ENOUGH = 264  # programs: two for each multiprocessor of a large GPU
 PLACES = 64  # of one step of a product
@@ -182,7 +182,7 @@ def _wide(channels: int, columns: int, *, most: int, pointwise: bool) -> tuple[i
             if width <= most and channels % width == 0:
                 return width, True
         most = min(most, 64)
-    return max(16, min(most, triton.next_power_of_2(columns))), False
+    return max(16, min(most, power_of_two(columns))), False
 
 
 def products(
@@ -193,17 +193,17 @@ def products(
     (n, h, w, channels) and δ (n, places down, places right, o); δ's places lie evenly, strides are any otherwise."""
     n, o, lie = x.shape[0], delta.shape[3], _lie(x, delta, kernel, stride, padding, dilation)
     wide = x.dtype == torch.float32
-    high = max(16, min(64 if wide else 128, triton.next_power_of_2(o)))
+    high = max(16, min(64 if wide else 128, power_of_two(o)))
     width, whole = _wide(x.shape[3], lie.columns, most=64 if wide else 128, pointwise=lie.pointwise)
-    tiles = triton.cdiv(o, high) * triton.cdiv(lie.columns, width)
-    each = triton.cdiv(n, min(n, triton.cdiv(ENOUGH, tiles)))
-    splits = triton.cdiv(n, each)
+    tiles = blocks_of(o, high) * blocks_of(lie.columns, width)
+    each = blocks_of(n, min(n, blocks_of(ENOUGH, tiles)))
+    splits = blocks_of(n, each)
     make = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=x.device)
     total = make(splits, o, lie.columns, dtype=x.dtype if splits == 1 else torch.float32)
     squares, shift = make(tiles, n), make(n, o) if with_shift else make(0)
     constants = {
         "pointwise": lie.pointwise, "whole": whole, "long": lie.long, "with_shift": with_shift, "high": high,
-        "width": width, "deep": max(16, min(PLACES // 2 if wide else PLACES, triton.next_power_of_2(lie.places))),
+        "width": width, "deep": max(16, min(PLACES // 2 if wide else PLACES, power_of_two(lie.places))),
         "is_interpreted": IS_INTERPRETED,
     }  # fmt: skip
     numbers = (n, each, lie.places, o, lie.columns, *lie.numbers)
@@ -219,8 +219,8 @@ def gram_sq_norms(
     """(n,) squared norms, by pairs of places; arguments as `products` has them."""
     n, o, lie = x.shape[0], delta.shape[3], _lie(x, delta, kernel, stride, padding, dilation)
     width, whole = _wide(x.shape[3], lie.columns, most=64, pointwise=lie.pointwise)
-    deep = max(16, min(64, triton.next_power_of_2(lie.places)))
-    tiles = triton.cdiv(lie.places, deep)
+    deep = max(16, min(64, power_of_two(lie.places)))
+    tiles = blocks_of(lie.places, deep)
     squares = torch.empty((tiles * tiles, n), dtype=torch.float32, device=x.device)
     constants = {
         "pointwise": lie.pointwise, "whole": whole, "long": lie.long, "deep": deep, "width": width,

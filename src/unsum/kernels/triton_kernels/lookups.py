@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unsum.kernels.launch import launch
+from unsum.kernels.launch import blocks_of, launch, power_of_two
 
 ROWS = 8  # positions of one table's row that are added at once
 
@@ -42,8 +42,8 @@ def lookup_sq_norms(ids: Tensor, delta: Tensor) -> Tensor:
     (n, t), d = ids.shape, delta.shape[2]
     sorted_ids, order = ids.sort(1)
     ends = torch.searchsorted(sorted_ids, sorted_ids, right=True)
-    width = min(triton.next_power_of_2(d), 256)
-    blocks = triton.cdiv(d, width)
+    width = min(power_of_two(d), 256)
+    blocks = blocks_of(d, width)
     squares = torch.empty((n, t * blocks), dtype=torch.float32, device=delta.device)
     launch(
         _lookup_sq_norms, (n * t, blocks, 1), (order, sorted_ids, ends, delta, squares), (t, d, *delta.stride()),

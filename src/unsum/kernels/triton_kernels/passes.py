@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unsum.kernels.launch import launch
+from unsum.kernels.launch import blocks_of, launch, power_of_two
 from unsum.kernels.traced import hint
 
 WIDTH = 1024  # numbers of a gradient that one program sums over all samples
@@ -43,7 +43,7 @@ def parts_and_sum(each: Tensor) -> tuple[Tensor, Tensor]:
     """(parts, n) squared norms, still to be added up, and the sum over samples, from (n, …)."""
     n, *shape = each.shape
     size = prod(shape)
-    blocks, some = -(-size // WIDTH), min(SOME, triton.next_power_of_2(hint(n)))
+    blocks, some = -(-size // WIDTH), min(SOME, power_of_two(hint(n)))
     total = torch.empty(shape, dtype=each.dtype, device=each.device)
     squares = torch.empty((blocks, n), dtype=torch.float32, device=each.device)
     launch(_norms_and_sum, (blocks, 1, 1), (each, total, squares), (n, size), {"some": some, "width": WIDTH}, 4)
@@ -84,7 +84,7 @@ def _scaled(x, w, out, size, blocks, block_size: tl.constexpr):
 def scaled(x: Tensor, w: Tensor) -> Tensor:
     """x (n, …) with the n-th part multiplied by w_n."""
     n, size = x.shape[0], x[0].numel()
-    blocks, out = triton.cdiv(size, WIDE), torch.empty_like(x)
+    blocks, out = blocks_of(size, WIDE), torch.empty_like(x)
     w = w.to(x.device, torch.float32).contiguous()
     launch(_scaled, (n * blocks, 1, 1), (x, w, out), (size, blocks), {"block_size": WIDE}, 8)
     return out

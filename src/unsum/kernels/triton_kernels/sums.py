@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unsum.kernels.launch import launch
+from unsum.kernels.launch import blocks_of, launch, power_of_two
 
 TILE = 4096  # numbers that a program holds of each sum
 ENOUGH = 528  # programs: four for each multiprocessor of a large GPU
@@ -56,13 +56,13 @@ def _sums(
 
 def _launch(delta: Tensor, x: Tensor, mean: Tensor, spread: Tensor, eps: float, by_channel: bool):
     n, t, d = delta.shape
-    width = min(triton.next_power_of_2(d), 256)
+    width = min(power_of_two(d), 256)
     tile = TILE if delta.stride(2) == x.stride(2) == 1 else TILE // 2  # single numbers to load take more registers
-    rows = max(1, min(tile // width, triton.next_power_of_2(t)))
-    blocks = triton.cdiv(d, width)
-    parts = max(1, min(triton.cdiv(t, 2 * rows), triton.cdiv(ENOUGH, n * blocks)))
-    each = triton.cdiv(triton.cdiv(t, parts), rows) * rows
-    parts = triton.cdiv(t, each)
+    rows = max(1, min(tile // width, power_of_two(t)))
+    blocks = blocks_of(d, width)
+    parts = max(1, min(blocks_of(t, 2 * rows), blocks_of(ENOUGH, n * blocks)))
+    each = blocks_of(blocks_of(t, parts), rows) * rows
+    parts = blocks_of(t, each)
     sums = torch.empty((2, n, parts, d), dtype=torch.float32, device=delta.device)
     launch(
         _sums, (n, parts, blocks), (delta, x, mean.contiguous(), spread.contiguous(), sums[0], sums[1]),
