@@ -110,6 +110,23 @@ def quantities(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def compiled(result: dict[str, Any]) -> str:
+    lines = [", ".join(f"{key} {value}" for key, value in result["machine"].items()) + ".", ""]
+    for model in result["models"]:
+        lines += [f"**{model['model']}**; norms off by {model['norms_off_by']:.0e}", ""]
+        lines += [
+            "| way | to the compiled plain step | quartiles | to the eager one | peak memory |",
+            "|---|---|---|---|---|",
+        ]
+        for row in model["rows"]:
+            ratio, eager = row["to_compiled"], row["to_eager"]["median"]
+            spread = f"{ratio['low']:.2f}, {ratio['high']:.2f}"
+            peak = f"{row['memory']:.2f}×" if "memory" in row else ""
+            lines.append(f"| {row['way']} | {ratio['median']:.2f}× | {spread} | {eager:.2f}× | {peak} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
 TABLES = {
     "capture_overhead": capture_overhead,
     "norms_cpu": norms,
@@ -117,6 +134,7 @@ TABLES = {
     "norms_cuda": norms,
     "quantities_cuda": quantities,
     "quantities_cpu": quantities,
+    "compiled_cuda": compiled,
     "growth_cpu": growth,
     "growth_cuda": growth,
 }
