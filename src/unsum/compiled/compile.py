@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,17 +23,28 @@ _local = threading.local()
 
 def compiled_with_taps(module: nn.Module) -> Callable[..., Any]:
     """`run(model, given, args, kwargs)`: the model's output, and a tensor through which taps can be found."""
-    context = _context(module)
-    inner = context.callback
-    while hasattr(inner, "_torchdynamo_orig_backend"):
-        inner = inner._torchdynamo_orig_backend
 
     def run(model: nn.Module, given: list[Tensor], args: Any, kwargs: Any) -> Any:
         held = hold(*given)
         return model(*args, **kwargs), held
 
     torch._dynamo.allow_in_graph(hold)
-    return _compile(run, backend(inner), context)
+    context = _context(module)
+    return _compile(run, backend(_backend(context)), context)
+
+
+def reuses_memory(module: nn.Module) -> bool:
+    """Whether what the compiled model returns is overwritten by its next run (CUDA graphs)."""
+    own: dict[str, Any] = getattr(_backend(_context(module)), "config", None) or {}
+    inductor: Any = sys.modules.get("torch._inductor.config")
+    return bool(own.get("triton.cudagraphs") or (inductor is not None and inductor.triton.cudagraphs))
+
+
+def _backend(context: Any) -> Any:
+    inner = context.callback
+    while hasattr(inner, "_torchdynamo_orig_backend"):
+        inner = inner._torchdynamo_orig_backend
+    return inner
 
 
 def taken_down(module: nn.Module) -> Callable[..., Any]:

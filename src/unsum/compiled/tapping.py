@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from unsum import hooks
-from unsum.compiled.compile import compiled_with_taps, rehearsing, taken_down
+from unsum.compiled.compile import compiled_with_taps, rehearsing, reuses_memory, taken_down
 from unsum.compiled.forms import Form, form
 from unsum.compiled.pattern import Pattern, Untappable, leaf_of, made, pattern
 from unsum.compiled.trace import NotYet, Trace, tracing
@@ -51,6 +51,7 @@ class _Record:
 
     run: Callable[..., Any]
     pattern: Pattern
+    reuses_memory: bool
     left_out: dict[int, list[str]] = field(default_factory=dict)
 
 
@@ -197,7 +198,7 @@ class Tapping:
     ) -> Any:
         assert self._forms is not None and look.n is not None
         what = (key.rest, known.structure, tuple(f.key for f in self._forms), tuple(self._wanted), self._grad)
-        record = memory.records.get(what) or _Record(compiled_with_taps(module), known)
+        record = memory.records.get(what) or _Record(compiled_with_taps(module), known, reuses_memory(module))
         output = self._run(record, inner, args, kwargs, look.n, look.positions, memory.patterns.get(key, []))
         memory.records[what] = record
         return output
@@ -349,7 +350,8 @@ class Tapping:
         for k, each in enumerate(self._forms):
             if k in tapped.record.left_out:
                 each.left_out = tapped.record.left_out[k]  # type: ignore[attr-defined]
-            each.receive([value.detach() for value in values[: each.taps] if value is not None], scale)
+            own = [value.detach() for value in values[: each.taps] if value is not None]
+            each.receive([value.clone() for value in own] if tapped.record.reuses_memory else own, scale)
             values = values[each.taps :]
         return _meetings(tapped.record.pattern)
 
