@@ -24,7 +24,6 @@ from unsum.plan.unchanged import refuse_changed
 from unsum.rules.follow import finished
 from unsum.rules.registry import Call
 
-
 # Positions up to which layers wait for each other. On a GPU 8192 took 2.8 times a plain step, layer by layer far less.
 ROWS = {"cuda": 4096}
 
