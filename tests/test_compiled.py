@@ -277,6 +277,64 @@ def test_autograd_grad_reads_the_taps_too(ran):
     assert len(ran) == 1 and model.head.weight.grad is None
 
 
+class Views(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 5)
+
+    def forward(self, x):
+        y = self.first(x)
+        return y[:, :3], y.T
+
+
+def test_an_output_beside_those_with_samples_may_be_used_as_it_was_when_learnt(ran):
+    model = Views().double()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    both = lambda model, x: sum(out.square().sum() for out in model(x))
+    for k in range(4):
+        x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(k))
+        with unsum.gradients(compiled, unsum.Norms()) as g:
+            both(compiled, x).backward()
+        assert_norms(g[unsum.Norms], per_sample_gradients(model, both, x))
+    assert len(ran) == 2
+
+
+class Toggles(nn.Module):
+    """Another operation in other steps; slices of all there is, which torch keeps where sizes are symbols."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.bends = nn.Linear(4, 4), nn.Linear(4, 3), False
+
+    def forward(self, x):
+        h = self.first(x)[:, slice(0, None)]
+        return self.last(h.tanh().sin() if self.bends else h.tanh())
+
+
+def test_a_model_that_changes_its_ways_runs_compiled_in_each(ran):
+    model = Toggles().double()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    counts = []
+    for k, (n, bends) in enumerate([(5, False)] * 4 + [(5, True)] * 4 + [(5, False)] * 2 + [(6, False)] * 3):
+        model.bends = bends
+        x = torch.randn(n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(k))
+        assert_norms(norms_of(model, compiled, x), per_sample_gradients(model, loss, x))
+        counts.append(len(ran))
+    assert counts[3] == 2 and counts[7] > counts[4] and counts[9] == counts[7] + 2 and counts[-1] > counts[9]
+
+
+def test_dropout_is_the_same_for_taps_and_gradients(ran):
+    """Which numbers are dropped differs from the eager run: the norm of the one sample is that of its gradient."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for k in range(4):
+        x = torch.randn(1, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(k))
+        found = norms_of(model, compiled, x).by_parameter()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[name][0], parameter.grad.square().sum())
+    assert len(ran) == 2
+
+
 # ---- what runs eagerly, and says so ---------------------------------------------------------------------------------
 
 
@@ -409,6 +467,18 @@ def test_an_output_that_was_not_used_before_is_refused(ran):
             one, other = compiled(x)
             (one.square().sum() + other.square().sum()).backward()
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_after_a_refusal_it_runs_eagerly(ran):
+    model, compiled, x = two_heads(ran)
+    both = lambda model, x: sum(out.square().sum() for out in model(x))
+    with pytest.raises(UnsupportedError), unsum.gradients(compiled, unsum.Norms()):
+        both(compiled, x).backward()
+    for _ in range(3):
+        with unsum.gradients(compiled, unsum.Norms()) as g:
+            both(compiled, x).backward()
+        assert_norms(g[unsum.Norms], per_sample_gradients(model, both, x))
+    assert len(ran) == 2
 
 
 def test_a_parameter_beside_the_model_is_refused(ran):

@@ -3,6 +3,7 @@ means that the graph does not show. And backwards that fail, or reach only some 
 
 import pytest
 import torch
+from reference import per_sample_gradients
 from torch import nn
 from torch.nn import functional as F
 
@@ -297,3 +298,92 @@ def test_the_signature_of_a_graph_tells_its_parts():
         signed(summed, *wide),
     ]
     assert len({ordinary, *others}) == 1 + len(others)
+
+
+# ---- zeros say nothing ----------------------------------------------------------------------------------------------
+
+
+class FromZero(nn.Module):
+    """A layer whose input is zero at first, with as many outputs as there are samples."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 10)
+        self.gate = nn.Parameter(torch.zeros(())) if how == "a gate" else None
+        if how == "a layer":
+            nn.init.zeros_(self.first.weight)
+            nn.init.zeros_(self.first.bias)
+
+    def forward(self, x):
+        h = self.first(x).tanh()
+        return self.last(h if self.gate is None else h * self.gate)
+
+
+@pytest.mark.parametrize("how", ["a layer", "a gate", "the input"])
+def test_what_was_zero_when_it_was_learnt_is_right_when_it_wakes(how):
+    torch.manual_seed(0)
+    model = FromZero(how).double()
+    loss = lambda model, x: model(x).logsumexp(1).sum()
+    for step in range(5):
+        x = torch.randn(10, 6, dtype=torch.float64) * (how != "the input" or step > 1)
+        truth = per_sample_gradients(model, loss, x)
+        model.zero_grad()
+        with unsum.gradients(model, unsum.Norms()) as g:
+            loss(model, x).backward()
+        for name, each in g[unsum.Norms].by_parameter().items():
+            torch.testing.assert_close(each, truth[name].flatten(1).square().sum(1))
+        with unsum.gradients(model, grad=False) as g:
+            loss(model, x).backward()
+        for name in g:
+            torch.testing.assert_close(g[name].per_sample(), truth[name])
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+
+
+class Hides(nn.Module):
+    """Samples that change places behind zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.gate = nn.Linear(6, 6), nn.Linear(6, 4), 0.0
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(h.sin() + self.gate * h.tanh().flip(0))
+
+
+def test_samples_that_change_places_behind_zeros_are_seen_when_these_are_gone():
+    model = Hides().double()
+    x = torch.randn(5, 6, dtype=torch.float64)
+    for _ in range(4):
+        with unsum.gradients(model, unsum.Norms()):
+            model(x).square().sum().backward()
+    model.gate = 0.5
+    with pytest.raises((SamplesError, InteractionError)):
+        with unsum.gradients(model, unsum.Norms()):
+            model(x).square().sum().backward()
+
+
+def test_a_call_without_gradients_in_between_changes_nothing():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    for k in range(5):
+        x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(k))
+        with unsum.gradients(model, unsum.Norms()) as g:
+            out = model(x)
+            with torch.no_grad():
+                model(x)
+            out.square().sum().backward()
+        truth = per_sample_gradients(model, lambda m, x: m(x).square().sum(), x)
+        for name, each in g[unsum.Norms].by_parameter().items():
+            torch.testing.assert_close(each, truth[name].flatten(1).square().sum(1))
+
+
+def test_autocast_does_not_round_what_is_computed_in_the_backward():
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    x = torch.randn(4, 6)
+    clip = lambda norms: (1 / norms).clamp_max(1)
+    for memory in (None, 0, 1e9):
+        with unsum.gradients(model, unsum.WeightedSum(clip, memory=memory)) as g, torch.autocast("cpu", torch.bfloat16):
+            model(x).square().sum().backward()
+        assert {value.dtype for value in g[unsum.WeightedSum].sum().values()} == {torch.float32}

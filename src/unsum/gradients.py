@@ -155,9 +155,10 @@ class GradientsBlock:
             self._tapping.saw(output)
 
     def instead_of_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._tapping is None or self._is_deaf() or not hooks.is_alone(self):
+        if self._tapping is None or self._is_deaf():
             return hooks.NOTHING
-        output = self._tapping.call(module, args, kwargs)
+        with hooks.alone(self) as is_alone:
+            output = self._tapping.call(module, args, kwargs) if is_alone else hooks.NOTHING
         self._found.forwards = self._forward.calls
         return output
 
@@ -202,7 +203,7 @@ class GradientsBlock:
         if calls != {tapped.call}:
             raise UnsupportedError(
                 "the samples of this loss are not those of the compiled model's outputs alone: mark_samples, or "
-                "another model's outputs, come between.\n  use the model that was compiled instead"
+                "another model's outputs, come between.\n  use the model itself (compiled._orig_mod) for it"
             )
         self._calls, again = self._found.group(calls, tapped.n)
         self._is_new = not again

@@ -41,6 +41,7 @@ from unsum.errors import UnsupportedError
 
 _KEY = "unsum.blocks"
 _lock = threading.Lock()
+_gate = threading.RLock()  # held while a compiled model runs compiled: no other thread may open a block meanwhile
 _local = threading.local()
 _open: list[Block] = []  # in all threads
 _undo: list[Callable[[], None]] = []
@@ -221,9 +222,11 @@ def on_calls(watcher: Watcher, modules: Iterable[nn.Module]) -> Callable[[], Non
     return _seams["__call__" if compiled else "_call_impl"].open(watcher)
 
 
-def is_alone(block: Block) -> bool:
-    """Whether no other block is open, in any thread."""
-    return _open == [block]
+@contextlib.contextmanager
+def alone(block: Block) -> Iterator[bool]:
+    """Whether no other block is open, in any thread; none is opened within."""
+    with _gate:
+        yield _open == [block]
 
 
 @contextlib.contextmanager
@@ -253,8 +256,30 @@ def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None], *, firs
 
 def on_node(node: Any, hook: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...] | None]) -> Handle:
     """Call `hook` with the gradients that arrive at a node of the graph, before it runs."""
-    handle: Handle = node.register_prehook(hook)
+    handle: Handle = node.register_prehook(_exactly(hook) if _autocasts() else hook)
     return handle
+
+
+def _autocasts() -> tuple[str, ...]:
+    """The kinds of device on which a backward inside `torch.autocast` would round what we compute."""
+    return tuple(kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+
+
+@contextlib.contextmanager
+def exactly() -> Iterator[None]:
+    """What is computed within is not rounded by a `torch.autocast` of the user's."""
+    with contextlib.ExitStack() as stack:
+        for kind in _autocasts():
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _exactly(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def exact(*args: Any) -> Any:
+        with exactly():
+            return hook(*args)
+
+    return exact
 
 
 def after_node(node: Any, hook: Callable[[tuple[Tensor | None, ...], Any], None]) -> Handle:
@@ -290,7 +315,7 @@ def here() -> Sequence[Block]:
 
 def open_block(block: Block) -> list[Block]:
     """Make `block` see what this thread does from now on. Returns the list to hand to `close_block`."""
-    with _lock:
+    with _gate, _lock:
         if not _open:
             _begin()
         _open.append(block)
@@ -380,7 +405,8 @@ def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any,
     try:
         for block in blocks:
             begun.append(block)
-            wish = block.before_backward(call)
+            with exactly():
+                wish = block.before_backward(call)
             if wish is not None and len(blocks) == 1:
                 inputs = args[3] if wish.only is None else tuple(wish.only)
                 args = (args[0], call.retain_graph or wish.retain_graph, args[2], inputs, *args[4:])
@@ -391,7 +417,8 @@ def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any,
     finally:
         _stash(outer)
         for block in begun:
-            block.after_backward(failed=failed)
+            with exactly():
+                block.after_backward(failed=failed)
 
 
 def unseen_backward(
@@ -466,7 +493,7 @@ def refuse_tracing(name: str) -> None:
         what = "a torch.func transform (vmap, grad, jvp, ...)"
     elif torch._C._get_tracing_state() is not None:
         what = "torch.jit.trace"
-    elif torch.compiler.is_compiling():
+    elif torch.compiler.is_dynamo_compiling() or torch._guards.TracingContext.try_get() is not None:
         what = "a model that is being compiled or exported"
     elif (fx := sys.modules.get("torch.fx._symbolic_trace")) is not None and fx.is_fx_symbolic_tracing():
         what = "torch.fx tracing"

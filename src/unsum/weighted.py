@@ -124,7 +124,7 @@ class WeightedSum(_Reducer):
         w = self._w[first : first + n]
         if len(w) != n:
             raise SamplesError(f"WeightedSum: {len(self._w)} weights for {first + n} samples or more")
-        return w
+        return w.detach()
 
     def latest(self) -> dict[str, Tensor]:
         """{parameter: Σ w_n G_n} so far, whether there are more weights or not."""
@@ -132,6 +132,7 @@ class WeightedSum(_Reducer):
 
     def _hold(self, name: str, factors: Factors) -> None:
         if self.forms(name) and (small := factors.small()) is not None:  # all of them at the end, at once
+            small = small.to(factors.dtype)
             self._small.setdefault((small.dtype, small.device), {})[name] = small, factors.shape
             return
         held = factors.formed() if self.forms(name) else factors

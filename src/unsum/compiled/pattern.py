@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unsum.graph.layout import Layout, Regular
-from unsum.graph.nodes import Edge, Node, is_leaf, ordered
+from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered
 from unsum.graph.positions import Positions
 from unsum.kernels.traced import hint
 from unsum.plan.plan import Meeting, Plan, Route
@@ -21,6 +21,14 @@ from unsum.rules.registry import Rule
 
 class Untappable(Exception):
     """Why a call cannot run compiled. It runs eagerly then."""
+
+
+class NotLasting(Untappable):
+    """For now: zeros may have hidden something, or rows are sent elsewhere in each batch."""
+
+
+class Unknown(Untappable):
+    """What torch compiles was not learnt yet."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,8 @@ class Pattern:
     ways: dict[int, tuple[Way, ...]]
     expected: dict[str, int]  # how often factors come to a parameter
     spare: frozenset[str]  # parameters whose gradient is the sum of their factors
-    cut: frozenset[int]  # which of the call's output tensors lead to the loss
+    cut: frozenset[int]  # at which of the call's output tensors samples are told apart
+    used: frozenset[int]  # which of them lead to the loss
 
     @cached_property
     def structure(self) -> Hashable:
@@ -69,7 +78,7 @@ class Pattern:
         ways = tuple(
             (k, tuple((w.edge, w.rule.name, w.along, w.parameter) for w in ways)) for k, ways in self.ways.items()
         )
-        return self.kinds, ways, self.spare, self.cut
+        return self.kinds, ways, self.spare, self.cut, self.used
 
 
 # Torch may take down another operation of the same effect on positions. These leave no trace in a pattern:
@@ -87,7 +96,20 @@ _SAME = {
 def _kind(node: Node) -> str | None:
     """What a node counts as, if others count as the same."""
     name = node.name()
+    if name == "NativeDropoutBackward0" or (name == "MulBackward0" and len(below(node)) == 1):
+        return "a product with numbers"
     return "an attention" if name.startswith("ScaledDotProduct") else _SAME.get(name)
+
+
+def _is_nothing(node: Node) -> bool:
+    """A copy; or a view or a slice of all there is."""
+    name = node.name()
+    if name in _NOTHING:
+        return True
+    if name != "SliceBackward0" and _SAME.get(name) != "a view":
+        return False
+    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    return sizes is not None and _numbers(tuple(sizes)) == _numbers(tuple(node._input_metadata[0].shape))
 
 
 Leaf = Callable[[Node], str | None]  # the parameter at a leaf, "" for any other leaf, None for a node that is none
@@ -96,7 +118,7 @@ Leaf = Callable[[Node], str | None]  # the parameter at a leaf, "" for any other
 def made(outputs: Sequence[Tensor], leaf: Leaf) -> list[Node]:
     """The nodes that lead from a call's outputs to leaves, in the order in which they were made."""
     found = ordered([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
-    counted = (node for node in found if leaf(node) is None and node.name() not in _NOTHING)
+    counted = (node for node in found if leaf(node) is None and not _is_nothing(node))
     return sorted(counted, key=lambda node: node._sequence_nr())
 
 
@@ -105,8 +127,12 @@ def described(nodes: Sequence[Node], leaf: Leaf) -> tuple[tuple[Hashable, ...], 
     place = {node: k for k, node in enumerate(nodes)}
     whole, kinds = [], []
     for node in nodes:
-        edges = tuple(_end(child, output, place, leaf) for child, output in node.next_functions)
         kind = _kind(node)
+        edges = tuple(
+            _end(child, output, place, leaf)
+            for child, output in node.next_functions
+            if kind is None or child is not None
+        )
         shapes = tuple(_numbers(tuple(meta.shape)) for meta in node._input_metadata)
         if kind is None:
             whole.append((_numbers(plain(node)), shapes, edges))
@@ -119,7 +145,7 @@ def described(nodes: Sequence[Node], leaf: Leaf) -> tuple[tuple[Hashable, ...], 
 def _end(child: Node | None, output: int, place: Mapping[Node, int], leaf: Leaf) -> Hashable:
     """Where an edge leads: to which node, or which leaf."""
     while child is not None and child not in place and leaf(child) is None:  # a copy
-        ((child, output),) = child.next_functions
+        child, output = child.next_functions[0]
     return None if child is None else place[child] if child in place else leaf(child), output
 
 
@@ -168,14 +194,16 @@ def pattern(
         raise Untappable("the loss's samples are not those of the call's outputs")
     whole, kinds = described(own, leaf)
     cut = frozenset(found[nodes[at], output] for at, output in plan.cut)
-    return Pattern(plan.n, whole, kinds, ways, dict(plan.expected), plan.spare, cut)
+    within = set(own)
+    entered = {edge for node in nodes if node not in within for edge in node.next_functions}
+    used = cut | {k for k, edge in enumerate(outputs) if edge in entered}
+    return Pattern(plan.n, whole, kinds, ways, dict(plan.expected), plan.spare, cut, used)
 
 
 def _refuse(plan: Plan) -> None:
+    if not plan.lasting or plan.indices or (plan.moves is not None and plan.moves.moves):
+        raise NotLasting("its layout is learnt in every batch")
     reasons = {
-        "its layout is learnt in every batch": not plan.lasting
-        or plan.indices
-        or (plan.moves is not None and plan.moves.moves),
         "an operation runs a backward of its own": plan.hidden,
         "the loss has a part that belongs to no sample": plan.nobodys,
     }

@@ -4,7 +4,6 @@ learnt. Later ones run compiled, with taps."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import weakref
 from collections import OrderedDict
@@ -19,8 +18,8 @@ from torch.utils import _pytree as pytree
 from unsum import hooks
 from unsum.compiled.compile import compiled_with_taps, rehearsing, reuses_memory, taken_down
 from unsum.compiled.forms import Form, form
-from unsum.compiled.pattern import Pattern, Untappable, leaf_of, made, pattern
-from unsum.compiled.trace import NotYet, Trace, tracing
+from unsum.compiled.pattern import NotLasting, Pattern, Unknown, Untappable, leaf_of, made, pattern
+from unsum.compiled.trace import Trace, tracing
 from unsum.errors import UnsupportedError
 from unsum.graph.nodes import Edge, Node, edge_of, is_leaf, ordered, place
 from unsum.kernels import fused
@@ -35,6 +34,7 @@ from unsum.sites import unwrapped
 log = logging.getLogger("unsum")
 
 _KEPT = 128  # layouts of a model
+_TRIES = 2  # rehearsals of a call whose nodes are others when it is compiled
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class _Memory:
     rehearsed: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)  # where rules cover an eager call
     records: dict[Hashable, _Record] = field(default_factory=dict)
     refused: dict[Hashable, str] = field(default_factory=dict)  # why calls cannot run compiled
+    missed: dict[Hashable, int] = field(default_factory=dict)  # how often calls were not what was learnt
 
     def learnt(self, key: _Key, new: Pattern) -> None:
         known = self.patterns.setdefault(key, [])
@@ -103,6 +104,7 @@ class Tapped:
     n: int
     before: int  # samples that came before, in this block
     record: _Record
+    key: Hashable  # of calls like this one
     edges: frozenset[Edge]  # the places of the outputs that may lead to the loss
     tap: weakref.ref[Tensor]  # the first one: it lives as long as the graph
     node: Node = None
@@ -157,8 +159,13 @@ class Tapping:
             return hooks.NOTHING
         try:
             if (known := memory.known(key)) is not None:
-                with contextlib.suppress(NotYet):
+                try:
                     return self._compiled(memory, known, key, look, module, inner, args, kwargs)
+                except Unknown:  # a rehearsal shows it, if it can be shown
+                    memory.missed[wanted, key] = memory.missed.get((wanted, key), 0) + 1
+                    if memory.missed[wanted, key] > _TRIES:
+                        raise
+                    watch_again(self._model)
             self._candidate = key
             if key.rest in memory.rehearsed:
                 return self._rehearse(memory, key, name, module, inner, args, kwargs)
@@ -199,7 +206,7 @@ class Tapping:
         assert self._forms is not None and look.n is not None
         what = (key.rest, known.structure, tuple(f.key for f in self._forms), tuple(self._wanted), self._grad)
         record = memory.records.get(what) or _Record(compiled_with_taps(module), known, reuses_memory(module))
-        output = self._run(record, inner, args, kwargs, look.n, look.positions, memory.patterns.get(key, []))
+        output = self._run(record, key.rest, inner, args, kwargs, look, memory.patterns.get(key, []))
         memory.records[what] = record
         return output
 
@@ -214,13 +221,15 @@ class Tapping:
     def _run(
         self,
         record: _Record,
+        key: Hashable,
         inner: nn.Module,
         args: Any,
         kwargs: Any,
-        n: int,
-        positions: int | None,
+        look: Look,
         patterns: Sequence[Pattern],
     ) -> Any:
+        n, positions = look.n, look.positions
+        assert n is not None
         assert self._forms is not None
         first = next(iter(self._wanted.values()))
         dtype = wide(first.dtype)
@@ -237,7 +246,7 @@ class Tapping:
                 output, held = record.run(inner, [*taps, *given], args, kwargs)
         except Exception as error:
             if trace.is_unknown:
-                raise NotYet from error
+                raise Unknown(str(_cause(error) or error)) from error
             raise
         if held.grad_fn is None:
             raise Untappable("the backend does not differentiate what it compiles")
@@ -245,11 +254,12 @@ class Tapping:
             if trace.found is not None and hasattr(each, "left_out"):
                 record.left_out[k] = each.left_out
         tensors = [tensor for _, tensor in leaves(output)]
-        cut = [tensors[k] for k in sorted(record.pattern.cut) if k < len(tensors) and tensors[k].grad_fn is not None]
+        cut, used = ([tensors[k] for k in sorted(which) if k < len(tensors) and tensors[k].grad_fn is not None]
+                     for which in (record.pattern.cut, record.pattern.used))  # fmt: skip
         call = self._forward.passed(cut, n, positions)
-        edges = frozenset(edge_of(tensor) for tensor in cut)
+        edges = frozenset(edge_of(tensor) for tensor in used)
         self._calls = {key: t for key, t in self._calls.items() if t.tap() is not None}
-        self._calls[id(taps[0])] = Tapped(call, n, self._before, record, edges, weakref.ref(taps[0]))
+        self._calls[id(taps[0])] = Tapped(call, n, self._before, record, key, edges, weakref.ref(taps[0]))
         self._before += n
         return output
 
@@ -276,6 +286,8 @@ class Tapping:
                 memory.learnt(key, known)
             elif key.rest not in memory.rehearsed:
                 memory.rehearsed[key.rest] = taken_down(self._module)
+        except NotLasting as error:
+            log.info("unsum: the compiled model runs eagerly in this batch: %s", error)
         except Untappable as error:
             memory.refused[key.rest] = str(error)
             log.info("unsum: the compiled model runs eagerly in this block: %s", error)
@@ -291,7 +303,7 @@ class Tapping:
         if len(leaves) > 1:
             raise UnsupportedError(
                 "one backward goes through several calls of a compiled model: their gradients belong together.\n"
-                "  call backward for each, or use the model that was compiled instead"
+                "  call backward for each, or use the model itself (compiled._orig_mod)"
             )
         ((leaf, tapped),) = leaves.items()
         tapped.node = next(node for node in nodes if any(child is leaf for child, _ in node.next_functions))
@@ -300,7 +312,12 @@ class Tapping:
         first = at[id(leaf.variable)]
         assert self._forms is not None
         tapped.which = list(range(first, first + sum(form.taps for form in self._forms)))
-        self._refuse_others(call, tapped)
+        try:
+            self._refuse_others(call, tapped)
+        except UnsupportedError:  # from now on it runs eagerly
+            _memories.setdefault(self._model, _Memory()).refused[tapped.key] = "its loss changes"
+            watch_again(self._model)
+            raise
         tapped.values = None
         tapped.handle = hooks.after_node(tapped.node, lambda results, grads: self._came(tapped, results))
         return tapped
@@ -318,13 +335,13 @@ class Tapping:
             if is_leaf(node) and id(node.variable) in self._by_id:
                 raise UnsupportedError(
                     f"{self._by_id[id(node.variable)]} is used by the loss beside the compiled model, which was not so "
-                    "when it was learnt.\n  use the model that was compiled instead"
+                    "when it was learnt.\n  from now on the model runs eagerly in this block: call it again"
                 )
             for edge in node.next_functions:
                 if edge[0] is tapped.node and edge not in allowed and node not in regenerated:
                     raise UnsupportedError(
                         "the loss uses an output of the compiled model that it did not use when it was learnt.\n"
-                        "  use the model that was compiled instead"
+                        "  from now on the model runs eagerly in this block: call it again"
                     )
 
     def _came(self, tapped: Tapped, results: Sequence[Tensor | None]) -> None:

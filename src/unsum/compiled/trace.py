@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from unsum import hooks
 from unsum.compiled.forms import Form
-from unsum.compiled.pattern import Leaf, Pattern, Untappable, Way, described, made
+from unsum.compiled.pattern import Leaf, Pattern, Unknown, Untappable, Way, described, made
 from unsum.factors.dense import Dense
 from unsum.factors.scale import Scale
 from unsum.factors.total import Kind
@@ -28,10 +28,6 @@ from unsum.rules.follow import cast, finished, follow
 from unsum.rules.registry import Call, find
 
 _local = threading.local()
-
-
-class NotYet(Exception):
-    """Torch compiles for sizes that were not learnt yet."""
 
 
 @dataclass
@@ -137,15 +133,18 @@ class _Session:
         summed = self._sums.pop(key, None)
         return None if summed is None else summed.to(grad.dtype).reshape(grad.shape)
 
+    def _unknown(self, why: str) -> Unknown:
+        self._trace.is_unknown = True
+        return Unknown(why)
+
     def _recognised(self, nodes: Sequence[Node], leaf: Leaf) -> Pattern:
         if not self._trace.patterns:
-            self._trace.is_unknown = True
-            raise Untappable("these sizes were not learnt yet")
+            raise self._unknown("these sizes were not learnt yet")
         whole, _ = described(nodes, leaf)
         for pattern in self._trace.patterns:
             if pattern.nodes == whole:
                 return pattern
-        raise Untappable(
+        raise self._unknown(
             f"what torch compiles is not what was learnt: {_difference(self._trace.patterns[-1].nodes, whole)}"
         )
 

@@ -65,8 +65,10 @@ def sweep(
         if streams is None or is_leaf(node):
             continue
         owners = _read(streams, codes, only_regular=node not in tops and not is_data(node))
-        if owners is not None and node not in tops and not is_data(node) and _is_chance(owners, n, streams[0]):
-            owners = None
+        is_silent = not any(_is_told(grad) for grad in streams[0])
+        if owners is not None and node not in tops and not is_data(node):
+            owners = None if is_silent or _is_chance(owners, n, streams[0]) else owners
+        found.is_fragile = found.is_fragile or (is_silent and is_data(node))  # samples may change places there
         if owners is None:
             mixed(node, above.pop(node, None))
         else:
@@ -162,6 +164,11 @@ def _is_chance(owners: Owners, n: int, grads: Grads) -> bool:
     """Whether a weight may seem to have owners: of one sample it is all; each expert may have had one sample's tokens;
     a NaN hides everything."""
     return n == 1 or any(isinstance(owner, Mapped) for owner in owners) or not any(_is_finite(grad) for grad in grads)
+
+
+def _is_told(grad: Tensor | None) -> bool:
+    """Whether a gradient can say whose it is: zeros fit every layout."""
+    return grad is not None and (not grad.numel() or bool((grad != 0).any()))
 
 
 def _is_finite(grad: Tensor | None) -> bool:

@@ -12,7 +12,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 def is_traced(tensor: Tensor) -> bool:
     """Whether this is a stand-in for a tensor: there are no numbers behind it."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return True
     return isinstance(tensor, FakeTensor | FunctionalTensor) or torch._is_functional_tensor(tensor)
 

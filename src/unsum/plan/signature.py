@@ -107,6 +107,7 @@ def forward_key(
         tuple([module.training for module in modules]),
         tuple([parameter.requires_grad for parameter in parameters]),
         tuple([(tuple(t.shape), t.dtype, t.requires_grad) for t in given]),
+        torch.is_grad_enabled(),
         torch.is_autocast_enabled("cpu"),
         torch.is_autocast_enabled("cuda"),
     )
