@@ -1,5 +1,6 @@
 """Compiled models: they run compiled in a `gradients` block, and give what one sample at a time gives."""
 
+import gc
 import logging
 
 import pytest
@@ -542,6 +543,20 @@ def test_outside_the_block_everything_is_as_before(ran):
     assert nn.Module.__call__ is call and with_taps == before + 1
     torch.testing.assert_close(loss(compiled, batch(4)), wanted)
     assert counter.frame_count == with_taps  # the user's own compilation is still there
+
+
+def test_nothing_piles_up_over_many_steps_of_one_block(ran):
+    model, compiled, batch = build("attention")
+    live = []
+    with unsum.gradients(compiled, unsum.Project(k=2), grad=False) as g:
+        for k in range(30):
+            loss(compiled, batch(4, seed=k)).backward()
+            if k in (9, 29):
+                gc.collect()
+                live.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
+    held = sum(1 for _ in model.parameters())  # of each batch, what was asked for
+    assert live[1] - live[0] <= 20 * held + 5 and len(ran) == 28
+    assert g[unsum.Project].matrix().shape[0] == 120
 
 
 def test_another_block_beside_it_sees_everything(ran):

@@ -387,3 +387,12 @@ def test_autocast_does_not_round_what_is_computed_in_the_backward():
         with unsum.gradients(model, unsum.WeightedSum(clip, memory=memory)) as g, torch.autocast("cpu", torch.bfloat16):
             model(x).square().sum().backward()
         assert {value.dtype for value in g[unsum.WeightedSum].sum().values()} == {torch.float32}
+
+
+def test_norms_of_no_samples():
+    model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 2)).double()
+    for n in (3, 0, 3, 0):
+        with unsum.gradients(model, unsum.Norms()) as g:
+            model(torch.randn(n, 4, dtype=torch.float64)).sum().backward()
+        assert g[unsum.Norms].norms().shape == (n,)
+        assert {each.shape for each in g[unsum.Norms].by_parameter().values()} == {(n,)}

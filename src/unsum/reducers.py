@@ -142,7 +142,7 @@ class Norms(_Reducer):
         device = next(iter(self._squares.values()))[0][1].device
         return self._in_order(
             {
-                group: torch.cat([each.to(device).view(-1, each.shape[-1]) for _, each in came]).sum(0)
+                group: torch.cat([in_rows(each.to(device)) for _, each in came]).sum(0)
                 for group, came in self._squares.items()
             }
         )
@@ -152,10 +152,15 @@ class Norms(_Reducer):
         return self.sq_norms().sqrt()
 
 
+def in_rows(squares: Tensor) -> Tensor:
+    """(…, n) as (rows, n), also where there is no sample."""
+    return squares.view(squares.shape[:-1].numel(), squares.shape[-1])
+
+
 def _apart(came: Sequence[tuple[Sequence[str], Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Squared norms by parameter, their parts added up."""
     for names, squares in came:
-        whole = squares.view(len(names), -1, squares.shape[-1])
+        whole = squares.view(len(names), squares.shape[:-1].numel() // len(names), squares.shape[-1])
         each = whole[:, 0] if whole.shape[1] == 1 else whole.sum(1)
         yield from zip(names, each.unbind(), strict=True)
 

@@ -12,7 +12,7 @@ from unsum.errors import OptionError, SamplesError, UnsupportedError
 from unsum.factors.factors import Factors
 from unsum.holding import AGAIN, ALWAYS, GRADIENTS, Size, choose, free_memory
 from unsum.kernels.product import squares
-from unsum.reducers import _Reducer
+from unsum.reducers import _Reducer, in_rows
 
 
 class WeightedSum(_Reducer):
@@ -150,7 +150,7 @@ class WeightedSum(_Reducer):
             return
         together = [torch.cat([value for value, _ in held.values()], 1) for held in self._small.values()]
         parts = [*self._squares, *map(squares, together)]
-        sq_norms = torch.cat([part.to(parts[0].device).view(-1, part.shape[-1]) for part in parts]).sum(0)
+        sq_norms = torch.cat([in_rows(part.to(parts[0].device)) for part in parts]).sum(0)
         self.weights = _checked(self._w(sq_norms.sqrt()), sq_norms)
         for held, flat in zip(self._small.values(), together, strict=True):
             sums = (self.weights.to(flat) @ flat).split([value.shape[1] for value, _ in held.values()])
