@@ -92,11 +92,17 @@ def _own(found: tuple[Tensor, ...], k: int) -> Tensor:
 
 def serves(name: str, *given: Any) -> bool:
     """Whether there is a kernel for these tensors."""
-    tensors = [g for g in given if isinstance(g, Tensor)]
-    if not all(is_on_a_gpu(t) and (t.dtype in _DTYPES or t.dtype in _WHOLE) and t.numel() for t in tensors):
+    if not is_on_a_gpu(given[0]):
         return False
-    first = next(t for t in tensors if t.dtype in _DTYPES)
-    if not KERNELS[name].fits(*tensors):
+    tensors, first = [], None
+    for each in given:
+        if isinstance(each, Tensor):
+            dtype = each.dtype
+            if not is_on_a_gpu(each) or not (dtype in _DTYPES or dtype in _WHOLE) or not each.numel():
+                return False
+            first = each if first is None and dtype in _DTYPES else first
+            tensors.append(each)
+    if first is None or not KERNELS[name].fits(*tensors):
         return False
     return is_installed() if is_traced(first) else is_on(name, first.device, first.dtype)
 

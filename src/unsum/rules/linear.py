@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 from torch import Tensor
 
 from unsum.factors.outer import Outer
 from unsum.factors.scale import Scale
 from unsum.graph.layout import Regular
 from unsum.kernels import fused
-from unsum.rules.registry import Call, left, rule, scaled
+from unsum.rules.registry import Call, Once, left, rule, scaled
 
 
 @rule("AddmmBackward0", 2, rows=("mat1",))
@@ -18,7 +16,7 @@ def addmm(call: Call) -> Outer:
     """y = bias + a @ W."""
     a, delta, alpha = call.take(call.saved("mat1")), call.take(call.delta), call.saved("alpha")
     if alpha == 1 and not call.only_nobodys:  # |δ|² of each position, for the bias, from the same pass
-        call.memo["tokens"] = functools.cache(
+        call.memo["tokens"] = Once(
             lambda: [s.view(a.shape[:2]) for s in fused.token_sq_norms(a.flatten(0, 1), delta.flatten(0, 1))]
         )
     return Outer(a, scaled(delta, alpha), call.shape, turned=True, token_squares=left(call, "tokens", 0))

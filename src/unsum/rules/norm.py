@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from unsum.factors.scale import Scale
 from unsum.graph.nodes import Node
 from unsum.kernels import fused
-from unsum.rules.registry import Call, left, rule
+from unsum.rules.registry import Call, Once, left, rule
 
 
 def _normalized(node: Node, shape: tuple[int, ...]) -> int:
@@ -22,20 +20,25 @@ def layer_norm_scale(call: Call) -> Scale:
     """y = x̂·w + b, x̂ from what the node has saved."""
     delta, x, mean, rstd = map(call.take, (call.delta, *(call.saved(name) for name in ("input", "result1", "result2"))))
     if not call.only_nobodys:  # scale and shift in one pass
-        flat = (delta, x) if delta.dim() == 3 else (delta.flatten(2), x.flatten(2))
-        given = (*flat, mean.flatten(1), rstd.flatten(1))
-        call.memo["sums"] = functools.cache(
-            lambda: [s.view(-1, *delta.shape[2:]) for s in fused.scale_and_shift(*given)]
+        call.memo["sums"] = Once(
+            lambda: [s.view(-1, *delta.shape[2:]) for s in fused.scale_and_shift(*_flat(delta, x, mean, rstd))]
         )
-        call.memo["tokens"] = functools.cache(
+        call.memo["tokens"] = Once(
             lambda: [
-                s.view(delta.shape[:2]) for s in fused.normalised_token_sq_norms(*[g.flatten(0, 1) for g in given])
+                s.view(delta.shape[:2])
+                for s in fused.normalised_token_sq_norms(*[g.flatten(0, 1) for g in _flat(delta, x, mean, rstd)])
             ]
         )
     return Scale(
         delta, lambda: _normalised(x, mean, rstd), call.shape, summed=left(call, "sums", 0),
         token_squares=left(call, "tokens", 0),
     )  # fmt: skip
+
+
+def _flat(delta: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, ...]:
+    """(n, t, d) twice, (n, t) twice."""
+    rows = (delta, x) if delta.dim() == 3 else (delta.flatten(2), x.flatten(2))
+    return *rows, mean.flatten(1), rstd.flatten(1)
 
 
 def _normalised(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
@@ -91,7 +94,7 @@ def batch_norm_scale(call: Call) -> Scale | None:
     mean, variance = torch.stack([call.saved("running_mean"), call.saved("running_var")])
     rows = [rows for tensor in (delta, x) if (rows := _channels_last(tensor)) is not None]
     if not call.only_nobodys and len(rows) == 2 and fused.serves("channel_sums", *rows, mean, variance):
-        call.memo["sums"] = functools.cache(
+        call.memo["sums"] = Once(
             lambda: [s.view(len(s), *over) for s in fused.channel_sums(*rows, mean, variance, eps)]
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,21 @@ class Call:
         """What the node has saved."""
         value = getattr(self.node, "_saved_" + name)
         return value.detach() if isinstance(value, Tensor) else value
+
+
+class Once:
+    """A pass that is made when it is first asked for. (`functools.cache` takes as long as a small pass does.)"""
+
+    __slots__ = ("_found", "_make")
+
+    def __init__(self, make: Callable[[], Sequence[Tensor]]) -> None:
+        self._make: Callable[[], Sequence[Tensor]] | None = make
+        self._found: Sequence[Tensor] = ()
+
+    def __call__(self) -> Sequence[Tensor]:
+        if self._make is not None:
+            self._found, self._make = self._make(), None
+        return self._found
 
 
 def left(call: Call, what: str, which: int) -> Callable[[], Tensor] | None:
