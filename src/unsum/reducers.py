@@ -121,9 +121,9 @@ class Norms(_Reducer):
         parts are still to be added up; of one, also (n,) and (parts, n). Nothing is computed until they are read."""
         self._squares.setdefault(self._now, []).append((names, squares))
 
-    def latest(self) -> dict[str, Tensor]:
-        """{name: (n,)}: squared norms that the last backward brought."""
-        return dict(_apart(self._squares.get(self._now, [])))
+    def groups(self) -> list[tuple[Sequence[str], Tensor]]:
+        """Names and squared norms (names, n) that the last backward brought, as they came."""
+        return [(names, _whole(names, squares)) for names, squares in self._squares.get(self._now, [])]
 
     def by_parameter(self) -> dict[str, Tensor]:
         """{name: (n,)}: squared norms of each parameter's part."""
@@ -160,9 +160,13 @@ def in_rows(squares: Tensor) -> Tensor:
 def _apart(came: Sequence[tuple[Sequence[str], Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Squared norms by parameter, their parts added up."""
     for names, squares in came:
-        whole = squares.view(len(names), squares.shape[:-1].numel() // len(names), squares.shape[-1])
-        each = whole[:, 0] if whole.shape[1] == 1 else whole.sum(1)
-        yield from zip(names, each.unbind(), strict=True)
+        yield from zip(names, _whole(names, squares).unbind(), strict=True)
+
+
+def _whole(names: Sequence[str], squares: Tensor) -> Tensor:
+    """(names, n): the parts of each added up."""
+    whole = squares.view(len(names), squares.shape[:-1].numel() // len(names), squares.shape[-1])
+    return whole[:, 0] if whole.shape[1] == 1 else whole.sum(1)
 
 
 class TokenNorms(_Reducer):

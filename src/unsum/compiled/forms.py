@@ -22,6 +22,7 @@ class Form(Protocol):
 
     taps: int  # how many tensors leave
     inputs: int  # how many it is given
+    told: list[str]  # what there is to know of them, found out while torch writes down
 
     @property
     def key(self) -> Hashable:
@@ -60,6 +61,7 @@ class _NormsForm:
 
     def __init__(self, reducer: Norms, parameters: Mapping[str, nn.Parameter]) -> None:
         self._to, self._names = reducer, list(parameters)
+        self.told: list[str] = []  # in which order norms leave, found out while torch writes down
 
     @property
     def key(self) -> Hashable:
@@ -78,11 +80,12 @@ class _NormsForm:
         return Norms()
 
     def values(self, reducer: Norms) -> list[Tensor]:
-        found = reducer.latest()
-        return [torch.stack([found[name] for name in self._names])]
+        groups = sorted(reducer.groups(), key=lambda group: group[0][0])
+        self.told = [name for names, _ in groups for name in names]
+        return [torch.cat([squares for _, squares in groups])]
 
     def receive(self, values: Sequence[Tensor], scale: Tensor | float | None) -> None:
-        self._to.put(self._names, values[0] if scale is None else values[0] * scale**2)
+        self._to.put(self.told, values[0] if scale is None else values[0] * scale**2)
 
 
 class _Tokens:
@@ -116,7 +119,7 @@ class _TokensForm:
 
     def __init__(self, reducer: TokenNorms, parameters: Mapping[str, nn.Parameter]) -> None:
         self._to = reducer
-        self.left_out: list[str] = []  # found out while torch writes down
+        self.told: list[str] = []  # what is left out, found out while torch writes down
 
     @property
     def key(self) -> Hashable:
@@ -140,11 +143,11 @@ class _TokensForm:
     def values(self, reducer: _Tokens) -> list[Tensor]:
         if reducer.total is None:
             raise SamplesError("TokenNorms: no parameter has the input's positions")
-        self.left_out = reducer.left_out
+        self.told = reducer.left_out
         return [reducer.total]
 
     def receive(self, values: Sequence[Tensor], scale: Tensor | float | None) -> None:
-        self._to.put(values[0] if scale is None else values[0] * scale**2, self.left_out)
+        self._to.put(values[0] if scale is None else values[0] * scale**2, self.told)
 
 
 class _Projected:
@@ -169,6 +172,7 @@ class _ProjectForm:
 
     def __init__(self, reducer: Project, parameters: Mapping[str, nn.Parameter]) -> None:
         self._to, self._k, self._seed = reducer, *reducer.options()
+        self.told: list[str] = []
         self._shapes = {name: tuple(p.shape) for name, p in parameters.items()}
 
     @property
@@ -225,6 +229,7 @@ class _SumForm:
 
     def __init__(self, reducer: WeightedSum, parameters: Mapping[str, nn.Parameter]) -> None:
         self._to, self._parameters, self.taps = reducer, parameters, len(parameters)
+        self.told: list[str] = []
 
     @property
     def key(self) -> Hashable:

@@ -52,7 +52,7 @@ class _Record:
     run: Callable[..., Any]
     pattern: Pattern
     reuses_memory: bool
-    left_out: dict[int, list[str]] = field(default_factory=dict)
+    told: list[list[str]] = field(default_factory=list)  # by its forms
 
 
 @dataclass
@@ -237,7 +237,7 @@ class Tapping:
         taps = [_tap(shape, dtype, first.device) for shape in shapes]
         given = [tensor for form in self._forms for tensor in form.given(self._before, n, first.device)]
         frozen = frozenset() if self._grad else frozenset(id(p) for p in self._model.parameters())
-        trace = Trace(patterns, self._forms, self._wanted, frozen, len(taps))
+        trace = Trace(patterns, self._forms, self._wanted, frozen, len(taps), record.told)
         self._forward.unwatch()
         for given_in in {parameter.dtype for parameter in self._wanted.values()}:
             fused.make_ready(first.device, given_in)
@@ -250,9 +250,7 @@ class Tapping:
             raise
         if held.grad_fn is None:
             raise Untappable("the backend does not differentiate what it compiles")
-        for k, each in enumerate(self._forms):
-            if trace.found is not None and hasattr(each, "left_out"):
-                record.left_out[k] = each.left_out
+        record.told = trace.told
         tensors = [tensor for _, tensor in leaves(output)]
         cut, used = ([tensors[k] for k in sorted(which) if k < len(tensors) and tensors[k].grad_fn is not None]
                      for which in (record.pattern.cut, record.pattern.used))  # fmt: skip
@@ -365,8 +363,7 @@ class Tapping:
             raise UnsupportedError("the compiled model's backward has left nothing in the tap")
         assert self._forms is not None
         for k, each in enumerate(self._forms):
-            if k in tapped.record.left_out:
-                each.left_out = tapped.record.left_out[k]  # type: ignore[attr-defined]
+            each.told = tapped.record.told[k]
             own = [value.detach() for value in values[: each.taps] if value is not None]
             each.receive([value.clone() for value in own] if tapped.record.reuses_memory else own, scale)
             values = values[each.taps :]

@@ -39,6 +39,7 @@ class Trace:
     parameters: Mapping[str, nn.Parameter]  # those wanted
     frozen: frozenset[int]  # ids of parameters whose gradient nobody wants
     taps: int  # how many of the inputs are taps
+    told: list[list[str]]  # what is known of what leaves, if it was compiled before
     found: Pattern | None = None  # which one it was
     is_unknown: bool = False  # whether calls of these sizes are to be learnt first
     session: _Session | None = field(default=None, repr=False)
@@ -242,13 +243,18 @@ class _Session:
 
     def finish(self) -> tuple[Tensor | None, ...]:
         assert self._intake is not None
-        for held in self._small.values():
+        for group in self._small.values():
+            held = sorted(group, key=lambda each: each[0])
             squares = torch.stack([each for _, each in held]).square().sum(2)
             self._reducers[0].put([name for name, _ in held], squares)
         self._intake.finish()
         values: list[Tensor | None] = []
         for form, reducer, taps in zip(self._trace.forms, self._reducers, self._by_form(self._taps), strict=True):
             values += [v.to(tap.dtype).expand(tap.shape) for v, tap in zip(form.values(reducer), taps, strict=True)]
+        told = [list(form.told) for form in self._trace.forms]
+        if self._trace.told and told != self._trace.told:  # else numbers would get other names
+            raise Untappable("what leaves is in another order than before")
+        self._trace.told = told
         return (*values, *(None for _ in self._inputs))
 
 
