@@ -22,7 +22,7 @@ from unsum.graph.positions import Positions, positions
 
 N, T, D, H, E, K = 4, 6, 8, 16, 5, 2
 
-block = sys.modules["unsum.gradients"]  # the module: the function has its name
+block = sys.modules["unsum.block"]
 needs_grouped = pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped_mm")
 
 

@@ -1,0 +1,435 @@
+"""The block that `unsum.gradients` makes: it follows the forward, recalls or learns a plan, runs it in the user's own
+backward, and hands over what comes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unsum import hooks
+from unsum import samples as sample_maps
+from unsum.compiled.tapping import Tapped, Tapping
+from unsum.errors import OptionError, SamplesError, UnsupportedError
+from unsum.gathered import Gradients
+from unsum.graph.cut import losses_of
+from unsum.graph.layout import Layout
+from unsum.graph.nodes import Edge, Node, ordered, place
+from unsum.graph.probe import state_set_aside
+from unsum.graph.saved import Saved
+from unsum.graph.sides import Sides
+from unsum.keeping import current_scale
+from unsum.plan.arrived import Arrived
+from unsum.plan.clipping import Clipping
+from unsum.plan.forward import Forward
+from unsum.plan.intake import Intake, accumulate, is_listened, listens_to_all
+from unsum.plan.learn import Setting, inside, learn, number_of_samples
+from unsum.plan.memory import recall, remember
+from unsum.plan.plan import Plan
+from unsum.plan.run import Run
+from unsum.plan.signature import Key, Survey, survey
+from unsum.reducers import Norms, Reducer
+from unsum.sites import Names, unwrapped
+from unsum.weighted import WeightedSum
+
+log = logging.getLogger("unsum")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for."""
+
+    reducers: tuple[Reducer, ...]
+    keep: bool  # hold the factors, reducers or not
+    rules: bool  # rules may speak, or all is replayed
+    strict: bool  # a rule that does not hold is an error
+    samples: sample_maps.Samples
+    exact: bool  # samples may interact
+    verify: bool
+    mean: bool  # the loss was a mean over samples
+    params: str
+    grad: bool
+    scaler: Any
+
+
+class GradientsBlock:
+    """The block that `unsum.gradients` makes."""
+
+    def __init__(self, model: nn.Module, options: Options) -> None:
+        self._names = Names(model)
+        _refuse(self._names)
+        self._model = self._names.model
+        self._options = options
+        self._open = False
+
+    def __enter__(self) -> Gradients:
+        if self._open:
+            raise OptionError("this block is open already; make another one with unsum.gradients(...)")
+        self._open = True
+        options = self._options
+        self._found = Gradients(self._names, options.params, options.samples, options.reducers, keep=options.keep)
+        self.acted = self._found.acted
+        for reducer in options.reducers:
+            if hasattr(reducer, "reset"):
+                reducer.reset()
+        self._saved = Saved()
+        self._sides = Sides(self._model, self._saved)
+        self._forward = Forward(self._names, options.samples, self._sides, verify=options.verify)
+        self._setting = Setting(
+            self._sides, self._forward.rows, self._found.unique(), self._found.by_id, self._forward.module_of,
+            exact=options.exact, rules=options.rules, strict=options.strict,
+        )  # fmt: skip
+        self._named = {module: name for name, module in reversed(self._names.modules.items())}
+        self._tapping = self._taps()
+        self._tapped: Tapped | None = None  # the compiled call that the backward under way goes through
+        self._learning = False
+        self._backwards: list[Run | None] = []  # under way, the innermost last
+        self._adding: list[bool] = []  # whether each of them adds to .grad
+        self._intake: Intake | None = None
+        self._arrived = Arrived(self._setting.wanted, self._found.by_id)
+        self._put_back: list[tuple[nn.Parameter, Tensor | None]] = []
+        self._before: list[tuple[Any, Any]] = []  # reducers, and what they held before this backward
+        self._clipping = Clipping(options.reducers, self._setting.wanted, self._found.by_id)
+        self._listened = hooks.listened()
+        self._is_checked = self._is_new = False
+        self._scale: Tensor | float | None = None
+        self._unscale: Tensor | float | None = None
+        self._calls: frozenset[int] = frozenset()
+        self._blocks = hooks.open_block(self)
+        self._unwatch = hooks.on_calls(self, self._named)
+        self._forward.open()
+        return self._found
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._forward.close()
+        hooks.close_block(self, self._blocks)
+        self._unwatch()
+        del self._unwatch  # which knows this object
+        self._open = False
+
+    def _taps(self) -> Tapping | None:
+        options = self._options
+        if not options.reducers or options.keep or not options.rules or options.exact or options.verify:
+            return None
+        wanted = {name: self._found.parameters[name] for name in self._found.by_id.values()}
+        return Tapping(self._model, self._named, wanted, options.reducers, self._forward, grad=options.grad)
+
+    def mark(self, tensor: Tensor) -> None:
+        """Dimension 0 of this tensor is the samples."""
+        self._forward.mark(tensor)
+
+    # ---- forward --------------------------------------------------------------------------------------------------
+
+    def _hears(self) -> bool:
+        """Whether what arrives at a parameter now is part of the backward that is split."""
+        if self._learning or self not in hooks.here():
+            return False
+        return bool(self._adding) and (self._adding[-1] or len(self._adding) == 1)
+
+    def _is_deaf(self) -> bool:
+        # In a backward, a checkpoint runs its forward again: that is not a new call.
+        return bool(self._learning or self._forward.trying or self._adding or self not in hooks.here())
+
+    def before_call(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        if self._forward.passes:  # inside a call that is known
+            return False
+        name = self._named.get(module)
+        if name is None and hooks.is_compiled(module):  # what it calls was bound when it was compiled, and is not seen
+            name = self._named.get(unwrapped(module))
+        if name is None or self._is_deaf():
+            return False
+        self._forward.before(name, module, args, kwargs)
+        return True
+
+    def after_call(self, output: Any) -> None:
+        self._forward.after(output)
+        self._found.forwards = self._forward.calls
+        if self._tapping is not None and output is not None and not self._forward.is_inside:
+            self._tapping.saw(output)
+
+    def instead_of_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._tapping is None or self._is_deaf():
+            return hooks.NOTHING
+        with hooks.alone(self) as is_alone:
+            output = self._tapping.call(module, args, kwargs) if is_alone else hooks.NOTHING
+        self._found.forwards = self._forward.calls
+        return output
+
+    # ---- backward -------------------------------------------------------------------------------------------------
+
+    def before_backward(self, call: hooks.Backward) -> hooks.Wish | None:
+        self._adding.append(call.accumulates)
+        self._backwards.append(None)
+        if len(self._adding) > 1:
+            self._inside(call)
+            return None
+        self._intake = None
+        self._arrived.clear()
+        if call.create_graph:
+            raise UnsupportedError("create_graph=True: the gradients of a second backward are not those of .grad")
+        seen = survey(_roots(call), self._found.by_id)
+        known, calls = self._forward.find(seen.nodes)
+        if self._tapping is not None and (tapped := self._tapping.begin(call, seen.nodes)) is not None:
+            return self._begin_tapped(call, seen.nodes, tapped, calls)
+        if not known and not any(id(leaf) in self._setting.wanted for leaf in seen.leaves):
+            return None  # of another model
+        plan, nodes = self._recall(call, seen, known, calls)
+        self._calls, again = self._found.group(self._calls, plan.n)
+        self._is_new = not again
+        try:
+            skipped = self._begin(call, nodes, plan, again)
+        except BaseException:
+            self._take_back()
+            raise
+        if not skipped:
+            return hooks.Wish(retain_graph=self._clipping.returns)
+        only = [leaf for leaf in seen.leaves if self._found.by_id.get(id(leaf)) not in skipped]
+        return hooks.Wish(only, retain_graph=self._clipping.returns)
+
+    def _begin_tapped(
+        self, call: hooks.Backward, nodes: Sequence[Node], tapped: Tapped, calls: frozenset[int]
+    ) -> hooks.Wish | None:
+        """A backward through a compiled call: what is wanted leaves through its taps."""
+        assert self._tapping is not None
+        self._tapped = tapped
+        self._is_checked = False
+        if calls != {tapped.call}:
+            raise UnsupportedError(
+                "the samples of this loss are not those of the compiled model's outputs alone: mark_samples, or "
+                "another model's outputs, come between.\n  use the model itself (compiled._orig_mod) for it"
+            )
+        self._calls, again = self._found.group(calls, tapped.n)
+        self._is_new = not again
+        try:
+            self._begin_reducers(tapped.n, again)
+        except BaseException:
+            self._take_back()
+            raise
+        return hooks.Wish(self._tapping.only(nodes, tapped)) if call.accumulates and not call.inputs else None
+
+    def _take_back(self) -> None:
+        """A backward has failed: as if it had not begun."""
+        for reducer, held in self._before:
+            reducer.restore(held)
+        self._before = []
+        self._clipping.leave()
+        if self._is_new:
+            self._found.drop(self._calls)
+
+    def _begin(self, call: hooks.Backward, nodes: Sequence[Node], plan: Plan, again: bool) -> frozenset[str]:
+        """Wait at the plan's nodes; say which parameters torch need not bring gradients to."""
+        options = self._options
+        self._begin_reducers(plan.n, again)
+        self._clipping.begin(plan, nodes, call, self._is_unheard)
+        skipped = self._skipped(call, plan)
+        self._intake = Intake(
+            plan, self._setting.wanted, self._found.by_id, options.reducers,
+            keep=options.keep, scale=self._scale, check=self._is_checked,
+            skipped=skipped if options.grad else frozenset(),
+            only=None if not call.inputs else {id(given) for given in call.inputs if isinstance(given, Tensor)},
+            deliver=self._deliver,
+        )  # fmt: skip
+        self._start(plan, nodes)
+        if len(call.roots) == 1:
+            self.acted.by_plan(nodes[0], plan, len(nodes))
+        if self._is_checked:
+            self._arrived.attach(self._hears)
+        if not options.grad:  # set aside, or torch would add to it in place
+            self._put_back = [(p, p.grad) for p in self._names.parameters.values()]
+            for parameter, _ in self._put_back:
+                parameter.grad = None
+        return skipped
+
+    def _is_unheard(self) -> bool:
+        """Whether nobody would notice a second backward: no other block, no hook on a tensor of the user's. (And there
+        is a need for one: where factors are kept anyway, there is none.)"""
+        return not self._options.keep and list(hooks.here()) == [self] and hooks.listened() == self._listened
+
+    def _begin_reducers(self, n: int, again: bool) -> None:
+        options = self._options
+        loss_scale = None if options.scaler is None else current_scale(options.scaler)
+        scale = None if loss_scale is None else 1 / loss_scale
+        self._unscale = scale
+        self._scale = scale if not options.mean else n * (1 if scale is None else scale)
+        self._before = [(r, r.save()) for r in options.reducers if hasattr(r, "save")]
+        for reducer in options.reducers:
+            if hasattr(reducer, "select"):
+                reducer.select(self._calls, self._forward.positions)
+            reducer.begin(n, again)
+
+    def _skipped(self, call: hooks.Backward, plan: Plan) -> frozenset[str]:
+        """The parameters whose gradient torch need not compute."""
+        if call.inputs or not call.accumulates or self._is_checked or len(hooks.here()) != 1:
+            return frozenset()
+        if not self._options.grad:
+            skipped = plan.spare
+        else:
+            takes = [isinstance(r, Norms) or (isinstance(r, WeightedSum) and r.clips) for r in self._options.reducers]
+            skipped = plan.cheap if any(takes) else frozenset()
+        if not skipped or listens_to_all():
+            return frozenset()
+        listened = [self._found.by_id[key] for key, p in self._setting.wanted.items() if is_listened(p)]
+        return skipped.difference(listened) if listened else skipped
+
+    def _deliver(self, parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
+        if self._options.grad:
+            accumulate(parameters, values)
+
+    def _recall(
+        self, call: hooks.Backward, seen: Survey, known: Mapping[Edge, Layout], calls: frozenset[int]
+    ) -> tuple[Plan, Sequence[Node]]:
+        """The plan of this graph, remembered or learnt, and the nodes in its order."""
+        self._calls = calls
+        if not known and len(self._forward.sizes) == 1:  # no output can be cut: losses, one for each sample
+            known = losses_of(call.roots, *self._forward.sizes)
+            self._calls = self._forward.last_call()
+        if not known:
+            raise SamplesError(
+                "cannot tell whose gradient this is: no tensor with known samples lies between loss and model.\n"
+                + self._forward.mismatch()
+                + "  call the model inside the block, say samples=unsum.dim(k), or unsum.mark_samples(losses)"
+            )
+        self._is_checked = not self._setting.rules
+        key: Hashable = None
+        if self._setting.rules:
+            cut = tuple((seen.at[node], output, layout) for (node, output), layout in known.items())
+            roots = tuple((seen.at.get(node), output) for node, output in map(place, call.roots))
+            key = Key(seen.signature, cut, roots, self._setting.exact)
+            recalled = recall(self._model, key, seen.nodes)
+            if recalled is not None:
+                self._forward.learnt(lasting=not self._saved.is_needed)
+                self._learn_tap(*recalled)
+                return recalled
+        self._is_checked = True
+        self._sides.is_blind = not self._forward.watched
+        if self._sides.is_blind:
+            log.warning(
+                "unsum: an unknown graph after a forward that was not watched: whether samples interact is not known"
+            )
+        ids = self._options.samples.ids
+        count = number_of_samples if ids is None else lambda _: len(ids)
+        nodes = ordered(_roots(call))
+        with self._learn():
+            plan = learn(call.roots, call.grads, nodes, known, self._setting, count)
+        lasting = key is not None and plan.lasting and not self._sides.is_blind
+        if lasting:
+            remember(self._model, key, replace(plan, order=tuple(seen.at[node] for node in nodes)))
+            plan = plan.fitted(nodes) or plan  # as in every later batch
+        self._forward.learnt(lasting=lasting and not self._saved.is_needed)
+        self._learn_tap(plan, nodes)
+        log.info(
+            "unsum: learnt a graph of %d nodes: %d meetings, %d by rule; %s",
+            len(nodes),
+            len(plan.owned),
+            sum(map(len, plan.routes.values())),
+            "remembered" if plan.lasting else "to be learnt each time",
+        )
+        return plan, nodes
+
+    def _learn_tap(self, plan: Plan, nodes: Sequence[Node]) -> None:
+        if self._tapping is not None and len(self._calls) == 1:
+            self._tapping.learn(plan, nodes)
+
+    @contextlib.contextmanager
+    def _learn(self) -> Iterator[None]:
+        """Nodes are called by hand, and nothing of the model's is changed."""
+        self._learning = True
+        try:
+            with (
+                torch._C.DisableTorchFunction(),
+                self._saved.once(keep=list(hooks.here()) == [self]),
+                state_set_aside(self._model),
+            ):
+                yield
+        finally:
+            self._learning = False
+
+    def _inside(self, call: hooks.Backward) -> None:
+        """A node runs a backward of its own inside its backward: a reentrant checkpoint, a reversible network."""
+        outer = next((run for run in reversed(self._backwards) if run is not None), None)
+        if outer is None or not call.accumulates or self._intake is None:
+            return
+        waiting = outer.hidden.get(torch._C._current_autograd_node())  # type: ignore[attr-defined]
+        if waiting:
+            nodes = ordered(_roots(call))
+            with self._learn():
+                plan = inside(call.roots, nodes, waiting.pop(0), self._intake.n, self._setting)
+            self._start(plan, nodes)
+
+    def _start(self, plan: Plan, nodes: Sequence[Node]) -> None:
+        assert self._intake is not None
+        self._arrived.rounding = max(self._arrived.rounding, plan.rounding)
+        run = Run(plan, nodes, self._setting, self._intake)
+        self._backwards[-1] = run
+        run.attach()
+
+    def after_backward(self, *, failed: bool) -> None:
+        if self._adding:
+            self._adding.pop()
+            run = self._backwards.pop()
+            if run is not None:
+                run.detach(failed=failed)
+        if self._adding:
+            return
+        self._arrived.detach()
+        for parameter, stored in self._put_back:
+            parameter.grad = stored
+        self._put_back = []
+        intake, self._intake = self._intake, None
+        self._saved.forget()
+        if self._tapped is not None:
+            self._end_tapped(failed=failed)
+            return
+        if intake is None:
+            return  # of another model: nothing was waited for
+        if failed:
+            self._take_back()
+            return
+        try:
+            if self._is_checked:
+                self._arrived.check(intake.found)
+            intake.finish()
+            self._clipping.finish(self._scale)
+            self._saved.forget()
+        except BaseException:
+            self._take_back()
+            raise
+        self._before = []
+        self._found.take_in(intake, self._calls, self._scale, self._unscale)
+
+    def _end_tapped(self, *, failed: bool) -> None:
+        assert self._tapping is not None and self._tapped is not None
+        tapped, self._tapped = self._tapped, None
+        try:
+            if failed:
+                self._tapping.let_go(tapped)
+                self._take_back()
+            else:
+                self._found.tapped(self._tapping.end(tapped, self._scale))
+        except BaseException:
+            self._take_back()
+            raise
+        self._before = []
+
+
+def _roots(call: hooks.Backward) -> list[Node]:
+    """The nodes from which a backward starts."""
+    return [node for node, _ in map(place, call.roots) if node is not None]
+
+
+def _refuse(names: Names) -> None:
+    """Models of which no sample's gradient can be told."""
+    for name, parameter in names.parameters.items():
+        if type(parameter).__name__ == "DTensor":
+            raise UnsupportedError(
+                f"{name} is a DTensor, spread over several processes (tensor parallel or fully sharded): gradients by "
+                "sample need whole parameters"
+            )
