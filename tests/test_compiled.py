@@ -247,6 +247,36 @@ def test_training_goes_on_and_micro_batches_are_appended(ran):
     assert len(ran) == 6
 
 
+def test_weights_of_one_long_block_are_in_the_order_of_its_forwards(ran):
+    """The first batches run eagerly, later ones compiled: each gets its own weights."""
+    model, compiled, batch = build("attention")
+    batches = [batch(3, seed=k) for k in range(5)]
+    weighted = unsum.WeightedSum(w := torch.rand(15, dtype=torch.float64))
+    with unsum.gradients(compiled, weighted):
+        for x in batches[:3]:
+            loss(compiled, x).backward()
+        first, second = loss(compiled, batches[3]), loss(compiled, batches[4])
+        first.backward()
+        second.backward()
+    truth = per_sample_gradients(model, loss, torch.cat(batches))
+    for name, value in weighted.sum().items():
+        torch.testing.assert_close(value, torch.einsum("n,n...->...", w, truth[name]), rtol=1e-8, atol=1e-10)
+    assert len(ran) == 3
+
+
+def test_a_forward_without_a_backward_does_not_move_the_weights(ran):
+    model, compiled, batch = build("attention")
+    for _ in range(2):
+        with unsum.gradients(compiled, unsum.WeightedSum(torch.ones(3))):
+            loss(compiled, batch(3)).backward()
+    model.zero_grad()
+    with pytest.raises(UnsupportedError, match="order of the forwards"):
+        with unsum.gradients(compiled, unsum.WeightedSum(torch.rand(6))):
+            held = compiled(batch(3))  # noqa: F841
+            loss(compiled, batch(3)).backward()
+    assert len(ran) == 2 and all(p.grad is None for p in model.parameters())
+
+
 def test_scales(ran):
     model, compiled, batch = build("attention")
     x = batch(4)

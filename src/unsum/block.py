@@ -210,6 +210,7 @@ class GradientsBlock:
         self._is_new = not again
         try:
             self._begin_reducers(tapped.n, again)
+            self._tapping.refuse_other_order(tapped)
         except BaseException:
             self._take_back()
             raise

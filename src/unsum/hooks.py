@@ -18,7 +18,7 @@ every hook can cost more than the hooks themselves (a step with norms took twice
 that a block sees runs on the thread that called it. The order of nodes and streams is the same.
 
 **Compiled models** never call a hook that was added after compilation. While a block is open, compiled code runs
-eagerly (`torch.compiler.set_stance`).
+eagerly (`torch.compiler.set_stance`), unless the only block that is open runs it `aside` with taps.
 """
 
 from __future__ import annotations

@@ -70,6 +70,14 @@ class _Reducer:
         if not again:
             self._sizes.append(n)
 
+    def samples(self) -> int:
+        """How many have had a backward."""
+        return sum(self._sizes)
+
+    def before_now(self) -> int:
+        """How many of them come before those of the backward under way."""
+        return sum(self._sizes[: self._now])
+
     def end(self, left: Sequence[str]) -> None:
         """The backward is over."""
 

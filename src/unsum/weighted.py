@@ -116,7 +116,7 @@ class WeightedSum(_Reducer):
         if self.clips:
             self._hold(name, factors)
             return
-        self.add(name, factors.weighted_sum(self.given(sum(self._sizes[: self._now]), factors.n)))
+        self.add(name, factors.weighted_sum(self.given(self.before_now(), factors.n)))
 
     def given(self, first: int, n: int) -> Tensor:
         """The weights of n samples, of which so many came before."""

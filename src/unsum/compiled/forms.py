@@ -91,10 +91,10 @@ class _NormsForm:
 class _Tokens:
     """Adds up what has the input's positions."""
 
-    def __init__(self, n: int, t: int) -> None:
+    def __init__(self, t: int) -> None:
         self.total: Tensor | None = None
         self.left_out: list[str] = []
-        self._n, self._t = n, t
+        self._t = t
 
     def begin(self, n: int, again: bool) -> None: ...
 
@@ -138,7 +138,7 @@ class _TokensForm:
         return taps[0].shape[0]
 
     def reducer(self, taps: Sequence[Tensor], inputs: Sequence[Tensor]) -> _Tokens:
-        return _Tokens(*taps[0].shape)
+        return _Tokens(taps[0].shape[1])
 
     def values(self, reducer: _Tokens) -> list[Tensor]:
         if reducer.total is None:

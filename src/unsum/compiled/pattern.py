@@ -63,7 +63,6 @@ class Way:
 class Pattern:
     """The nodes of a call in the order in which they were made, and what is to be done at which."""
 
-    n: int
     nodes: tuple[Hashable, ...]  # kind, what is saved beside tensors, shapes, edges
     kinds: tuple[Hashable, ...]  # of these, what does not depend on sizes
     ways: dict[int, tuple[Way, ...]]
@@ -181,8 +180,8 @@ def pattern(
         node = nodes[at]
         if node not in place:
             raise Untappable(f"a parameter meets data outside the call, at {node.name()}")
-        routes = plan.routes.get(at, ())
-        if {route.edge for route in routes} < set(plan.edges[at]):
+        routes = [route for route in plan.routes.get(at, ()) if route.edge in plan.edges[at]]
+        if {route.edge for route in routes} != set(plan.edges[at]):
             raise Untappable(f"there is no rule for {node.name()}{_in(plan.modules.get(at))}")
         ways[place[node]] = tuple(_way(route) for route in routes)
     if plan.late or plan.streamed:
@@ -197,7 +196,7 @@ def pattern(
     within = set(own)
     entered = {edge for node in nodes if node not in within for edge in node.next_functions}
     used = cut | {k for k, edge in enumerate(outputs) if edge in entered}
-    return Pattern(plan.n, whole, kinds, ways, dict(plan.expected), plan.spare, cut, used)
+    return Pattern(whole, kinds, ways, dict(plan.expected), plan.spare, cut, used)
 
 
 def _refuse(plan: Plan) -> None:

@@ -28,8 +28,8 @@ from unsum.nested import leaves
 from unsum.plan.forward import Forward, Look
 from unsum.plan.memory import watch_again
 from unsum.plan.plan import Meeting, Plan
-from unsum.reducers import Reducer
 from unsum.sites import unwrapped
+from unsum.weighted import WeightedSum
 
 log = logging.getLogger("unsum")
 
@@ -102,7 +102,7 @@ class Tapped:
 
     call: int
     n: int
-    before: int  # samples that came before, in this block
+    before: int  # samples that come before, if backwards come in the order of forwards
     record: _Record
     key: Hashable  # of calls like this one
     edges: frozenset[Edge]  # the places of the outputs that may lead to the loss
@@ -111,6 +111,7 @@ class Tapped:
     which: list[int] = field(default_factory=list)  # where the taps are among the node's inputs
     values: list[Tensor | None] | None = None
     handle: hooks.Handle | None = None
+    is_begun: bool = False  # whether it had a backward
 
 
 class Tapping:
@@ -121,7 +122,7 @@ class Tapping:
         model: nn.Module,
         names: Mapping[nn.Module, str],
         wanted: Mapping[str, nn.Parameter],
-        reducers: Sequence[Reducer],
+        reducers: Sequence[Any],
         forward: Forward,
         *,
         grad: bool,
@@ -136,7 +137,6 @@ class Tapping:
         self._is_rehearsal = False
         self._own: tuple[list[Node], list[Edge]] | None = None  # its nodes and its outputs
         self._calls: dict[int, Tapped] = {}
-        self._before = 0
 
     # ---- forward --------------------------------------------------------------------------------------------------
 
@@ -235,7 +235,10 @@ class Tapping:
         dtype = wide(first.dtype)
         shapes = [shape for form in self._forms for shape in form.shapes(n, positions)]
         taps = [_tap(shape, dtype, first.device) for shape in shapes]
-        given = [tensor for form in self._forms for tensor in form.given(self._before, n, first.device)]
+        self._calls = {key: t for key, t in self._calls.items() if t.tap() is not None}
+        waiting = sum(tapped.n for tapped in self._calls.values() if not tapped.is_begun)
+        before = max(reducer.samples() for reducer in self._reducers) + waiting
+        given = [tensor for form in self._forms for tensor in form.given(before, n, first.device)]
         frozen = frozenset() if self._grad else frozenset(id(p) for p in self._model.parameters())
         trace = Trace(patterns, self._forms, self._wanted, frozen, len(taps), record.told)
         self._forward.unwatch()
@@ -256,9 +259,7 @@ class Tapping:
                      for which in (record.pattern.cut, record.pattern.used))  # fmt: skip
         call = self._forward.passed(cut, n, positions)
         edges = frozenset(edge_of(tensor) for tensor in used)
-        self._calls = {key: t for key, t in self._calls.items() if t.tap() is not None}
-        self._calls[id(taps[0])] = Tapped(call, n, self._before, record, key, edges, weakref.ref(taps[0]))
-        self._before += n
+        self._calls[id(taps[0])] = Tapped(call, n, before, record, key, edges, weakref.ref(taps[0]))
         return output
 
     # ---- learning -------------------------------------------------------------------------------------------------
@@ -316,7 +317,7 @@ class Tapping:
             _memories.setdefault(self._model, _Memory()).refused[tapped.key] = "its loss changes"
             watch_again(self._model)
             raise
-        tapped.values = None
+        tapped.values, tapped.is_begun = None, True
         tapped.handle = hooks.after_node(tapped.node, lambda results, grads: self._came(tapped, results))
         return tapped
 
@@ -341,6 +342,14 @@ class Tapping:
                         "the loss uses an output of the compiled model that it did not use when it was learnt.\n"
                         "  from now on the model runs eagerly in this block: call it again"
                     )
+
+    def refuse_other_order(self, tapped: Tapped) -> None:
+        """Weights were given by the order of forwards, before it was known which have a backward."""
+        if any(isinstance(r, WeightedSum) and r.before_now() != tapped.before for r in self._reducers):
+            raise UnsupportedError(
+                "WeightedSum(w): the weights are in the order of the forwards that have a backward, and another "
+                "forward of the compiled model came between.\n  call backward right after each forward"
+            )
 
     def _came(self, tapped: Tapped, results: Sequence[Tensor | None]) -> None:
         tapped.values = [results[k] for k in tapped.which]

@@ -40,7 +40,6 @@ class Trace:
     frozen: frozenset[int]  # ids of parameters whose gradient nobody wants
     taps: int  # how many of the inputs are taps
     told: list[list[str]]  # what is known of what leaves, if it was compiled before
-    found: Pattern | None = None  # which one it was
     is_unknown: bool = False  # whether calls of these sizes are to be learnt first
     session: _Session | None = field(default=None, repr=False)
 
@@ -105,13 +104,11 @@ class _Session:
         self._reducers: list[Any] = []
 
     def attach(self, outputs: Sequence[Any], parameters: Sequence[Any]) -> None:
-        trace = self._trace
         leaves = self._leaves(parameters)
         leaf: Leaf = lambda node: leaves[node] if node in leaves else "" if _is_input(node) else None
         tensors = [each for each in outputs if isinstance(each, Tensor) and each.requires_grad]
         nodes = [node for node in made(tensors, leaf) if node.name() != "_HoldBackward"]
         pattern = self._recognised(nodes, leaf)
-        trace.found = pattern
         n = self._begin(pattern)
         for place, ways in pattern.ways.items():
             hooks.on_node(nodes[place], partial(self._meet, nodes[place], ways, n, leaf))

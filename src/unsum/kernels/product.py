@@ -9,8 +9,6 @@ Three ways to the norms, each exact:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from math import prod
 from typing import Literal
 
@@ -19,21 +17,16 @@ from torch import Tensor
 
 from unsum.kernels import costs, fused
 from unsum.kernels.traced import hint, is_traced
+from unsum.kernels.twins import gram as gram
+from unsum.kernels.twins import wide as wide
 
 Way = Literal["product", "gram", "rank one"]
-RowNorms = Callable[[Tensor], Tensor]  # what `row_norms` is
 
 TILE = {"cpu": 1 << 25, "cuda": 1 << 27}  # elements of one tile of per-sample gradients
 ONE_PLACE = ([1, 1], [1, 1], [0, 0], [1, 1])  # kernel, stride, padding, dilation of a linear layer seen as windows
 FEW = {"cuda": 1 << 34}  # products of numbers, up to which starting kernels is what takes time in compiled code
 SHORT = 512  # positions, up to which pairs of them are best taken where they are read, as measured
 ALIGNED = 128  # rows of a tile: others take slow kernels on a GPU
-
-
-@cache
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums are kept in: float32 at least."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def choose(a: Tensor, delta: Tensor, *, want_sum: bool) -> Way:
@@ -59,11 +52,6 @@ def squares(values: Tensor) -> Tensor:
     return torch.linalg.vector_norm(flat, dim=1, dtype=wide(flat.dtype)).square()
 
 
-def row_norms(values: Tensor) -> Tensor:
-    """(n, t) from (n, t, features), accumulated in float32 at least."""
-    return torch.linalg.vector_norm(values, dim=-1, dtype=wide(values.dtype))
-
-
 def sq_norms(a: Tensor, delta: Tensor, way: Way | None = None) -> Tensor:
     """(n,): |δᵀa|² of each sample."""
     way = way or choose(a, delta, want_sum=False)
@@ -74,12 +62,6 @@ def sq_norms(a: Tensor, delta: Tensor, way: Way | None = None) -> Tensor:
             return fused.gram_sq_norms(a[:, None], delta[:, None], *ONE_PLACE)  # type: ignore[no-any-return]
         return gram(a, delta, a, delta)
     return norms_and_sum(a, delta, want_sum=False)[0]
-
-
-def gram(a: Tensor, delta: Tensor, other_a: Tensor, other_delta: Tensor) -> Tensor:
-    """(n,): ⟨δᵀa, δ'ᵀa'⟩ of each sample, by pairs of positions."""
-    left, right = torch.bmm(a, other_a.mT.conj()), torch.bmm(delta, other_delta.mT.conj())
-    return torch.linalg.vecdot(right.flatten(1).to(wide(a.dtype)).conj(), left.flatten(1).to(wide(a.dtype))).real
 
 
 def norms_and_sum(a: Tensor, delta: Tensor, *, want_sum: bool, in_parts: bool = False) -> tuple[Tensor, Tensor | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from unsum.kernels import windows
 from unsum.kernels.traced import is_traced
 
 
+@cache
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What sums are kept in: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
@@ -91,7 +93,12 @@ def gram_sq_norms(
 ) -> Tensor:
     """Windows unfolded, (n, t, t) formed."""
     a, delta = windows.rows(x, delta, kernel, stride, padding, dilation)
-    left, right = torch.bmm(a, a.mT.conj()), torch.bmm(delta, delta.mT.conj())
+    return gram(a, delta, a, delta)
+
+
+def gram(a: Tensor, delta: Tensor, other_a: Tensor, other_delta: Tensor) -> Tensor:
+    """(n,): ⟨δᵀa, δ'ᵀa'⟩ of each sample, by pairs of positions."""
+    left, right = torch.bmm(a, other_a.mT.conj()), torch.bmm(delta, other_delta.mT.conj())
     dtype = wide(a.dtype)
     return torch.linalg.vecdot(right.flatten(1).to(dtype).conj(), left.flatten(1).to(dtype)).real
 
