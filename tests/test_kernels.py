@@ -276,16 +276,19 @@ def given(net):
 def test_a_kernel_is_launched_by_itself_only_where_triton_would_choose_the_same(monkeypatch):
     """Without a GPU: stand-ins count who is launched."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(launch, "_compiled", {})
     monkeypatch.setattr(launch, "again", True)
     monkeypatch.setattr(launch, "is_traced", lambda tensor: False)
     launched = []
 
     class Compiled:
-        launch_metadata = None
+        launch_metadata = function = packed_metadata = None
 
-        def __getitem__(self, grid):
-            return lambda *given: launched.append(("by itself", grid, len(given)))
+        def _init_handles(self): ...
+
+        def run(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *given):
+            launched.append(("by itself", (x, y, z), len(given)))
 
     class Kernel:
         def __getitem__(self, grid):

@@ -7,7 +7,7 @@ over; `left` names the parameters that nothing reached.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -24,6 +24,24 @@ class Reducer(Protocol):
     def begin(self, n: int, again: bool) -> None: ...
     def take(self, name: str, factors: Factors) -> None: ...
     def end(self, left: Sequence[str]) -> None: ...
+
+
+class Readable(Reducer, Protocol):
+    """A reducer that reads one tensor of each parameter's factors, and needs nothing else of them."""
+
+    power: int  # of what multiplies every gradient, in what is read
+
+    def reads(self) -> Hashable:
+        """What is read: another, another recording."""
+        ...
+
+    def read(self, factors: Factors) -> Tensor:
+        """What it wants of a parameter."""
+        ...
+
+    def receive(self, name: str, value: Tensor) -> None:
+        """What was read."""
+        ...
 
 
 class _Reducer:
@@ -116,9 +134,23 @@ class Norms(_Reducer):
         super().reset()
         self._squares: dict[int, list[tuple[Sequence[str], Tensor]]] = {}  # of each group, as they came
 
+    power = 2
+
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
-        self.put((name,), factors.sq_norms())
+        self.receive(name, self.read(factors))
+
+    def reads(self) -> Hashable:
+        """What is read of factors."""
+        return "norms"
+
+    def read(self, factors: Factors) -> Tensor:
+        """(n,)."""
+        return factors.sq_norms()
+
+    def receive(self, name: str, value: Tensor) -> None:
+        """A parameter's squared norms."""
+        self.put((name,), value)
 
     def wants_norms_alone(self, name: str) -> bool:
         """Whether norms are all that is wanted of this parameter."""
@@ -201,11 +233,25 @@ class TokenNorms(_Reducer):
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
         try:
-            squares = factors.token_sq_norms()
+            squares = self.read(factors)
         except SamplesError:
             self.left_out.append(name)
             return
-        self._new.setdefault(squares.shape[1], {})[name] = squares
+        self.receive(name, squares)
+
+    power = 2
+
+    def reads(self) -> Hashable:
+        """What is read of factors."""
+        return "tokens"
+
+    def read(self, factors: Factors) -> Tensor:
+        """(n, t)."""
+        return factors.token_sq_norms()
+
+    def receive(self, name: str, value: Tensor) -> None:
+        """A parameter's squared norms by token."""
+        self._new.setdefault(value.shape[1], {})[name] = value
 
     def end(self, left: Sequence[str]) -> None:
         """The backward is over. Where the input does not tell its positions, those that most parameters have are it."""
@@ -296,7 +342,21 @@ class Project(_Reducer):
 
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
-        self.put(name, factors.project(self._k, self._seed))
+        self.put(name, self.read(factors))
+
+    power = 1
+
+    def reads(self) -> Hashable:
+        """What is read of factors."""
+        return "projected", self._k, self._seed
+
+    def read(self, factors: Factors) -> Tensor:
+        """(n, k·k)."""
+        return factors.project(self._k, self._seed)
+
+    def receive(self, name: str, value: Tensor) -> None:
+        """A parameter's projection."""
+        self.put(name, value)
 
     def options(self) -> tuple[int, int]:
         """k and the seed."""

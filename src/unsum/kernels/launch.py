@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unsum.kernels import recorded
 from unsum.kernels.traced import is_traced
 
 _KEPT = 4096
@@ -37,18 +38,47 @@ def launch(
     if is_traced(tensors[0]):  # the compiler launches it as its own
         torch.library.wrap_triton(kernel)[grid](*tensors, *numbers, **constants, num_warps=warps, **options)
         return
+    tape = recorded.tape()
+    if tape is not None:
+        with recorded.unwritten():
+            tape.launched(_launch(kernel, grid, tensors, numbers, constants, warps, options), tensors)
+        return
+    _launch(kernel, grid, tensors, numbers, constants, warps, options)
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, int, int], tensors: Sequence[Tensor], numbers: tuple[int, ...],
+    constants: dict[str, int], warps: int, options: dict[str, int],
+) -> Any:  # fmt: skip
+    """Returns what does so again, with other tensors like these."""
     key = None
-    if again and tensors[0].is_cuda and tensors[0].device.index == torch.cuda.current_device():
+    index = tensors[0].device.index
+    if again and tensors[0].is_cuda and index == torch.cuda.current_device():
         # What Triton compiles for: types, whether addresses are multiples of 16, and (more than it asks) the numbers.
         found = [t.dtype for t in tensors if not t.data_ptr() % 16]
         if len(found) == len(tensors):
-            key = (kernel, grid, *found, numbers, *constants.values(), tensors[0].device.index)
+            key = (kernel, grid, *found, numbers, *constants.values(), index)
             ready = _compiled.get(key)
             if ready is not None:
-                ready(*tensors, *numbers, *constants.values())
-                return
+                ready(*tensors)
+                return ready
     made = kernel[grid](*tensors, *numbers, **constants, num_warps=warps, **options)
     if key is not None and hasattr(made, "launch_metadata"):
         if len(_compiled) >= _KEPT:
             _compiled.clear()
-        _compiled[key] = made[grid]
+        _compiled[key] = _by_itself(made, grid, (*numbers, *constants.values()), index)
+        return _compiled[key]
+    return lambda *given: kernel[grid](*given, *numbers, **constants, num_warps=warps, **options)
+
+
+def _by_itself(made: Any, grid: tuple[int, int, int], rest: tuple[Any, ...], index: int) -> Any:
+    """What launches a compiled kernel on the stream of the moment."""
+    made._init_handles()
+    run, function, metadata, stream = made.run, made.function, made.packed_metadata, torch._C._cuda_getCurrentRawStream
+    x, y, z = grid
+
+    def start(*tensors: Tensor | int) -> None:
+        run(x, y, z, stream(index), function, metadata, None, None, None, *tensors, *rest)
+
+    start.takes_addresses = True
+    return start

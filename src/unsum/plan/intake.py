@@ -4,6 +4,7 @@ gradients that torch was spared are put where they belong."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from unsum.factors.factors import Factors, Share
 from unsum.factors.outer import Outer
 from unsum.factors.total import Kind
 from unsum.graph.nodes import Node
+from unsum.plan.digest import Digests, is_readable
 from unsum.plan.plan import Meeting, Plan, Route
 from unsum.plan.pool import Pool
 from unsum.plan.together import Together
@@ -49,6 +51,7 @@ class Intake:
         self._sums: dict[int, Tensor] = {}
         self._skipped, self._only, self._deliver = skipped, only, deliver
         self.versions: dict[int, Held] = {}  # of the tensors that are held, as they came
+        self._pooled = pooled
         self._pool: Pool | None = None
         norms = reducers[0] if len(reducers) == 1 and pooled and not (keep or check) else None
         if isinstance(norms, Norms | WeightedSum):
@@ -79,6 +82,24 @@ class Intake:
         parameters = {name: self._wanted[key] for name, key in keys.items()}
         self._together = Together(plan, nodes, parameters, self._skipped, put, self._deliver)
         return self._together.waits
+
+    def digests(self, plan: Plan, nodes: Sequence[Node]) -> Digests | None:
+        """The meetings of this graph that recordings may serve, if reducers read numbers and nothing is held."""
+        held = self._keep or self._check or self._only is not None
+        if held or not self._pooled or not plan.lasting or not is_readable(self._reducers):
+            return None
+        keys = {name: key for key, name in self._names.items()}
+        readers: Sequence[Any] = self._reducers
+
+        def put(route: Route, name: str, values: Sequence[Tensor]) -> None:
+            key = keys[name]
+            self._done.add(key)
+            self.meetings[key] = route.met
+            for reducer, value in zip(readers, values, strict=False):  # none of what waits in the pool
+                reducer.receive(name, value if self._scale is None else value * self._scale**reducer.power)
+
+        parameters = {name: self._wanted[key] for name, key in keys.items()}
+        return Digests(plan, nodes, parameters, readers, self._skipped, self._pool, put, self._deliver)
 
     def wait(self, place: int, delta: Tensor) -> bool:
         """Whether this meeting waits for others of its shape; if not, its factors are wanted."""

@@ -3,10 +3,10 @@ holds no graph and fits every later graph with the same signature."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from unsum.holding import Size
 from unsum.rules.registry import Rule
 
 if TYPE_CHECKING:
+    from unsum.plan.digest import Recording
     from unsum.plan.moved import Moves
     from unsum.plan.together import Team
 
@@ -88,6 +89,7 @@ class Plan:
     indices: tuple[Indices, ...] = ()  # if these are the same
     moves: Moves | None = None  # rows that other batches send elsewhere
     tried: set[Meeting] = field(default_factory=set)  # the first of each team, once it was compared with itself alone
+    recordings: dict[Hashable, dict[Any, Recording]] = field(default_factory=dict)  # of meetings, by what is wanted
     order: tuple[int, ...] = ()  # which of the nodes of a survey is at each place
 
     @cached_property

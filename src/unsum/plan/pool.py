@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,15 @@ class _Group:
         return replace(self.like, a=torch.cat(self.values), delta=torch.cat(self.deltas))
 
 
+def waits(kind: Kind) -> bool:
+    """Whether factors are small enough to wait for others of their shape, and of a kind that can."""
+    if isinstance(kind, Outer):
+        return kind.groups == 1 and kind.a.numel() + kind.delta.numel() <= SMALL.get(kind.a.device.type, 0)
+    if isinstance(kind, Scale):
+        return kind.n * prod(kind.shape) <= SMALL.get(kind.delta.device.type, 0)
+    return isinstance(kind, Dense) and kind.values.numel() <= SMALL.get(kind.values.device.type, 0)
+
+
 class Pool:
     """Factors that wait for others of their shape. `put` gets names and squared norms, `deliver` the sums over
     samples."""
@@ -55,34 +65,40 @@ class Pool:
 
     def add(self, name: str, parameter: nn.Parameter, kind: Kind, *, wants_sum: bool) -> bool:
         """Whether this one waits; False if it is too large to, or of a kind that cannot."""
-        outer: Outer | None = None
-        if isinstance(kind, Outer) and kind.groups == 1:
-            outer, values = kind, kind.a
-            size = values.numel() + kind.delta.numel()
-        elif isinstance(kind, Scale | Dense):
-            values = kind.per_sample()
-            size = values.numel()
-        else:
+        if not waits(kind):
             return False
-        device = values.device
-        if size > SMALL.get(device.type, 0):
-            return False
-        key: Hashable = (values.shape, values.dtype, wants_sum, device)
-        if outer is not None:
-            key = (key, outer.delta.shape, outer.delta.dtype, outer.turned)
+        if not isinstance(kind, Outer):
+            assert isinstance(kind, Scale | Dense)
+            self.add_formed(name, parameter, kind.per_sample(), wants_sum=wants_sum)
+            return True
+        a, delta = kind.a, kind.delta
+        key = (a.shape, a.dtype, wants_sum, a.device, delta.shape, delta.dtype, kind.turned)
         group = self._waiting.get(key)
         if group is None:
-            group = self._waiting[key] = _Group(outer, wants_sum)
+            group = self._waiting[key] = _Group(kind, wants_sum)
+        group.names.append(name)
+        group.parameters.append(parameter)
+        group.values.append(a)
+        group.deltas.append(delta)
+        group.held.append(versions_of(a, delta))
+        self._count(a.numel() + delta.numel(), a.device)
+        return True
+
+    def add_formed(self, name: str, parameter: nn.Parameter, values: Tensor, *, wants_sum: bool) -> None:
+        """Gradients (n, *shape), which wait."""
+        key = (values.shape, values.dtype, wants_sum, values.device)
+        group = self._waiting.get(key)
+        if group is None:
+            group = self._waiting[key] = _Group(None, wants_sum)
         group.names.append(name)
         group.parameters.append(parameter)
         group.values.append(values)
-        if outer is not None:
-            group.deltas.append(outer.delta)
-            group.held.append(versions_of(values, outer.delta))
+        self._count(values.numel(), values.device)
+
+    def _count(self, size: int, device: torch.device) -> None:
         self._held += size
         if self._held > BOUND.get(device.type, 0):
             self.flush()
-        return True
 
     def flush(self) -> None:
         """Reduce what waits."""

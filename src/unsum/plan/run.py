@@ -28,6 +28,7 @@ from unsum.graph.nodes import Node, below, is_leaf
 from unsum.graph.replay import Grads, replay
 from unsum.kernels.product import wide
 from unsum.plan.audit import shape_of
+from unsum.plan.digest import Digests
 from unsum.plan.learn import Setting
 from unsum.plan.plan import Meeting, Plan, Route
 from unsum.rules.follow import cast, finished, follow
@@ -61,6 +62,10 @@ class Listener(Protocol):
         """Whether this meeting waits for others of its shape."""
         ...
 
+    def digests(self, plan: Plan, nodes: Sequence[Node]) -> Digests | None:
+        """What takes meetings by recordings, if numbers are all that is wanted."""
+        ...
+
 
 class Run:
     """Waits at the nodes of a plan while one backward runs."""
@@ -77,6 +82,7 @@ class Run:
         self._handles: list[hooks.Handle] = []
         self._largest = 0.0  # gradient so far, where some positions were not seen: beside it, others are rounding
         self._doubts = plan.has_doubts
+        self._digests: Digests | None = None
 
     def attach(self) -> None:
         """Wait at the nodes that matter."""
@@ -85,8 +91,10 @@ class Run:
             self._handles.append(hooks.after_node(node, lambda results, grads: hooks.unwatch(self._setting.sides)))
         waiting = () if self._doubts else self._to.gather(self.plan, self._nodes)
         ruled: Container[int] = () if self._doubts else self.plan.ruled
+        self._digests = None if self._doubts else self._to.digests(self.plan, self._nodes)
+        shortly = self._ruled if self._digests is None else self._digested
         for place in self.plan.owned:
-            then = self._waiting if place in waiting else self._ruled if place in ruled else self._owned
+            then = self._waiting if place in waiting else shortly if place in ruled else self._owned
             self._handles.append(hooks.on_node(self._nodes[place], partial(then, place)))
         for places, then in (
             (self.plan.streamed, self._passed), (self.plan.nobodys, self._nobodys)
@@ -104,6 +112,7 @@ class Run:
                 self._to.meet(parameter, origins, Dense(values))
         for kept in (self._streams, self._origins, self._formed):
             kept.clear()
+        self._digests = None
 
     def _is_wanted(self, child: Node) -> bool:
         return id(child.variable) in self._setting.wanted if is_leaf(child) else child in self._mixed
@@ -113,7 +122,15 @@ class Run:
     def _waiting(self, place: int, grads: Grads) -> None:
         delta = grads[0]
         if delta is None or any([grad is not None for grad in grads[1:]]) or not self._to.wait(place, delta):  # noqa: C419
-            (self._ruled if place in self.plan.ruled else self._owned)(place, grads)
+            (self._digested if place in self.plan.ruled else self._owned)(place, grads)
+
+    def _digested(self, place: int, grads: Grads) -> None:
+        """The shortest way, where all that is called was written down before."""
+        delta = grads[0]
+        others = any([grad is not None for grad in grads[1:]])  # noqa: C419
+        taken = self._digests is not None and delta is not None and not others and delta.numel()
+        if not taken or not self._digests.take(place, delta):  # type: ignore[union-attr, arg-type]
+            self._ruled(place, grads)
 
     def _ruled(self, place: int, grads: Grads) -> None:
         """The short way, where rules lead straight to parameters and nothing is in doubt."""

@@ -90,8 +90,9 @@ def batch_norm_scale(call: Call) -> Scale | None:
     if getattr(call.node, "_saved_training", False):
         return None
     delta, x, over = call.take(call.delta), call.take(call.saved("input")), _channels(call)
-    eps = call.saved("eps")  # a copy of the rest: training changes them in place, and no version says so
-    mean, variance = torch.stack([call.saved("running_mean"), call.saved("running_var")])
+    eps, mean, variance = call.saved("eps"), call.saved("running_mean"), call.saved("running_var")
+    if call.is_kept:  # copies: training changes them in place, and no version says so
+        mean, variance = torch.stack([mean, variance])
     rows = [rows for tensor in (delta, x) if (rows := _channels_last(tensor)) is not None]
     if not call.only_nobodys and len(rows) == 2 and fused.serves("channel_sums", *rows, mean, variance):
         call.memo["sums"] = Once(

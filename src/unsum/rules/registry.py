@@ -24,6 +24,7 @@ class Call:
     shape: tuple[int, ...]  # of the tensor at the edge
     only_nobodys: bool = False  # the positions that belong to no sample, as if they were one
     memo: dict[Any, Any] = field(default_factory=dict)  # what the rules for other edges of the node have left
+    is_kept: bool = True  # whether factors may outlive the backward
 
     def take(self, tensor: Tensor) -> Tensor:
         """(n, t, *features) of a tensor whose first dimensions are those of the gradient."""

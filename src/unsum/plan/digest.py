@@ -1,0 +1,259 @@
+"""Meetings that are reduced by recordings. Which rule speaks, which kernel serves and which way is cheapest is the same
+in every step; what a meeting calls is written down once and then called again, with nothing decided anew.
+
+The first meeting of a kind runs as always, the second is written down, the third runs both ways and is compared, number
+by number; from the fourth on the recording runs alone. Where it does not fit (other strides, an address that is not
+aligned), the meeting runs as always."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unsum.factors.dense import Dense
+from unsum.factors.factors import Factors, Share
+from unsum.factors.outer import Outer
+from unsum.factors.scale import Scale
+from unsum.graph.nodes import Node
+from unsum.kernels import fused, recorded
+from unsum.plan.plan import Plan, Route
+from unsum.plan.pool import Pool, waits
+from unsum.plan.signature import plain
+from unsum.reducers import Norms, Project, Readable, Reducer, TokenNorms
+from unsum.rules.follow import finished
+from unsum.rules.registry import Call
+
+log = logging.getLogger("unsum")
+
+PARTS = 1 << 20  # numbers, up to which parts of squared norms are left to be added up at the end
+TRIES = 3  # recordings of one place, if strides differ from batch to batch
+_READABLE = (Norms, TokenNorms, Project)
+
+
+@dataclass(eq=False, slots=True)
+class Recording:
+    """What is known of the meetings of one kind."""
+
+    stage: int = 0  # 0 never run, 1 run once, 2 written down, 3 compared; -1 not to be had
+    program: recorded.Program | None = None
+    read: Callable[[Node], Any] | None = None  # the saved tensors that it needs
+    reads: int = 0
+    pooled: tuple[bool, ...] = ()  # of each parameter: whether what comes are gradients that wait for others
+    misses: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Place:
+    """A meeting: what is known of it, and whom it serves."""
+
+    known: Recording
+    wanted: list[tuple[Route, str, bool]]  # the ways to parameters, their names, whether the sum is wanted as well
+
+
+def is_readable(reducers: Sequence[Reducer]) -> bool:
+    """Whether these take numbers of factors, parameter by parameter, and nothing else."""
+    return bool(reducers) and all(type(reducer) in _READABLE for reducer in reducers)
+
+
+class Digests:
+    """The meetings of one backward that recordings serve. `put` gets a parameter's name and what its reducers read of
+    it; `deliver` parameters and sums over samples."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        nodes: Sequence[Node],
+        parameters: Mapping[str, nn.Parameter],
+        reducers: Sequence[Readable],
+        skipped: frozenset[str],
+        pool: Pool | None,
+        put: Callable[[Route, str, Sequence[Tensor]], None],
+        deliver: Callable[[Sequence[nn.Parameter], Sequence[Tensor]], None],
+    ) -> None:
+        self._plan, self._nodes, self._parameters = plan, nodes, parameters
+        self._reducers, self._skipped, self._pool = reducers, skipped, pool
+        self._put, self._deliver = put, deliver
+        forms = tuple([reducer.reads() for reducer in reducers])
+        config = (pool is None, forms, fused.is_installed(), skipped)
+        self._by_name = any(type(reducer) is Project for reducer in reducers)  # whose matrices go by names
+        self._places: dict[Any, Any] = plan.recordings.setdefault(config, {})
+
+    def take(self, at: int, delta: Tensor) -> bool:
+        """Whether this meeting is done; False if it is to run as always."""
+        place = self._places.get(at)
+        if place is None:
+            place = self._find(at, delta)
+        known = place.known
+        if known.stage != 3:
+            return self._prepare(place, at, delta)
+        found = self._run(known, at, delta)
+        if found is None:
+            return self._missed(place, at, delta)
+        self._hand(place, found)
+        return True
+
+    def _run(self, known: Recording, at: int, delta: Tensor) -> tuple[Tensor, ...] | None:
+        assert known.program is not None
+        if known.read is None:
+            return known.program(delta)
+        saved = known.read(self._nodes[at])
+        return known.program(delta, saved) if known.reads == 1 else known.program(delta, *saved)
+
+    def _missed(self, place: Place, at: int, delta: Tensor) -> bool:
+        """It is not as the one that was written down; perhaps as another one."""
+        other = self._alike(place, at, delta)
+        if other is place.known or other.misses:
+            other = Recording(misses=place.known.misses + 1)
+            other.stage = 0 if other.misses < TRIES else -1
+        place.known = other
+        return False
+
+    # ---- becoming one ---------------------------------------------------------------------------------------------
+
+    def _find(self, at: int, delta: Tensor) -> Place:
+        """With what is known of all meetings alike."""
+        routes = [route for route in self._plan.ruled[at] if route.parameter in self._parameters]
+        wanted = [(route, str(route.parameter), route.parameter in self._skipped) for route in routes]
+        if not all(name in self._plan.alone for _, name, _ in wanted) or delta.is_complex():
+            place = self._places[at] = Place(Recording(stage=-1), wanted)
+            return place
+        place = self._places[at] = Place(Recording(), wanted)
+        place.known = self._alike(place, at, delta)
+        return place
+
+    def _alike(self, place: Place, at: int, delta: Tensor) -> Recording:
+        """What is known of all meetings like this one."""
+        key: Hashable = (
+            plain(self._nodes[at]), delta.stride(), delta.dtype, delta.device,
+            tuple([self._key(*each) for each in place.wanted]),
+        )  # fmt: skip
+        return self._places.setdefault(key, Recording())  # type: ignore[no-any-return]
+
+    def _key(self, route: Route, name: str, wants_sum: bool) -> Hashable:
+        parameter = self._parameters[name]
+        return (
+            route.rule.name, route.edge, route.shape, route.turned, route.by.layout, route.by.n, route.by.lead,
+            parameter.shape, parameter.dtype, wants_sum, name if self._by_name else None,
+        )  # fmt: skip
+
+    def _prepare(self, place: Place, at: int, delta: Tensor) -> bool:
+        known = place.known
+        if known.stage < 0:
+            return False
+        if known.stage == 0:
+            known.stage = 1
+            return False
+        if known.stage == 1:
+            return self._record(place, at, delta)
+        found = self._run(known, at, delta)
+        if found is None:
+            return self._missed(place, at, delta)
+        wanted = self._digest(place, self._nodes[at], delta)
+        if all(map(_is_as, found, wanted)):
+            known.stage = 3
+        else:
+            known.stage = -1
+            log.info("unsum: %s is not recorded: it did not give the same twice", self._nodes[at].name())
+        self._hand(place, wanted)
+        return True
+
+    def _record(self, place: Place, at: int, delta: Tensor) -> bool:
+        known = place.known
+        known.stage = -1
+        node = _Noting(self._nodes[at])
+        try:
+            with recorded.Tape([delta]) as tape:
+                node.tape = tape
+                found = self._digest(place, node, delta)
+        except Exception as error:  # whatever it is, the usual way will say it
+            log.info("unsum: %s is not recorded: %s", self._nodes[at].name(), error)
+            return False
+        parts = found if self._pool is None else [_unsummed(tape, each) for each in found]
+        known.program, names = recorded.record(tape, parts), list(node.found)
+        if known.program is not None:
+            known.stage, known.reads = 2, len(names)
+            known.read = attrgetter(*names) if names else None
+        self._hand(place, found)
+        return True
+
+    def _digest(self, place: Place, node: Any, delta: Tensor) -> list[Tensor]:
+        """What is wanted of every parameter of a meeting, one after the other."""
+        memo: dict[Any, Any] = {}
+        found: list[Tensor] = []
+        pooled: list[bool] = []
+        for route, name, wants_sum in place.wanted:
+            parameter = self._parameters[name]
+            kind = route.rule.make(Call(node, delta, route.by, route.shape, False, memo, is_kept=False))
+            if kind is None:
+                raise recorded.NotRecordable("a rule that does not hold")
+            kind = finished(kind, parameter, turned=route.turned)
+            pooled.append(self._pool is not None and waits(kind))
+            if self._pool is None:
+                factors = Factors(name, parameter, [Share(self._plan.n, [kind])], is_over=False)
+                sums = [factors.norms_and_sum()[1]] if wants_sum else []
+                found += [*[reducer.read(factors) for reducer in self._reducers], *sums]
+            elif pooled[-1]:
+                if not isinstance(kind, Scale | Dense):
+                    raise recorded.NotRecordable("factors that wait for others")
+                found.append(kind.per_sample())
+            elif wants_sum:
+                found += kind.norms_and_sum(in_parts=True) if isinstance(kind, Outer) else kind.norms_and_sum()
+            else:
+                found.append(kind.sq_norms())
+        place.known.pooled = tuple(pooled)
+        return found
+
+    def _hand(self, place: Place, found: Sequence[Tensor]) -> None:
+        """To whom it belongs."""
+        at, count = 0, len(self._reducers)
+        for (route, name, wants_sum), pooled in zip(place.wanted, place.known.pooled, strict=True):
+            if pooled:
+                self._put(route, name, ())
+                self._pool.add_formed(name, self._parameters[name], found[at], wants_sum=wants_sum)  # type: ignore[union-attr]
+                at += 1
+                continue
+            self._put(route, name, found[at : at + count])
+            at += count
+            if wants_sum:
+                self._deliver((self._parameters[name],), (found[at],))
+                at += 1
+
+
+def _unsummed(tape: recorded.Tape, found: Tensor) -> Tensor:
+    """Squared norms that were added up from parts at last, as these parts: they are added up when all are there."""
+    if found.dim() != 1 or found.dtype != torch.float32:
+        return found
+    parts = tape.summed_from(found)
+    return found if parts is None or parts.dtype != found.dtype or parts.numel() > PARTS else parts
+
+
+def _is_as(found: Tensor, wanted: Tensor) -> bool:
+    return recorded.is_same(found if found.dim() == wanted.dim() else found.sum(0), wanted)
+
+
+class _Noting:
+    """A node that notes which of its saved tensors are read."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self.found: dict[str, Tensor] = {}
+        self.tape: recorded.Tape | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.found:
+            return self.found[name]
+        with recorded.unwritten():
+            value = getattr(self._node, name)
+        if isinstance(value, Tensor):
+            assert self.tape is not None
+            self.found[name] = value
+            self.tape.given.append(value)
+        elif isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value):
+            raise recorded.NotRecordable(f"{name} is several tensors")
+        return value
