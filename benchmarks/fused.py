@@ -251,18 +251,16 @@ def lookup(made: Made) -> Iterator[dict[str, Any]]:
 
 def project(made: Made) -> Iterator[dict[str, Any]]:
     for layer, a, delta in _linear(made):
-        k, shape = 16, (delta.shape[-1], a.shape[-1])
-        outer = Outer(a, delta, shape)
-        left, right = (torch.randn(*s, device=made.device, dtype=made.dtype) for s in ((k, shape[0]), (shape[1], k)))
-        wide = left.float(), right.float()
+        shape = (16, delta.shape[-1]), (a.shape[-1], 16)
+        given = delta, a, *(torch.randn(*s, device=made.device).to(made.dtype) for s in shape)
         ways: Ways = {
-            "project": lambda outer=outer, left=left, right=right: outer.project(left, right),
-            "project, casting": lambda outer=outer, wide=wide: outer.project(*wide),
+            "kernel": lambda given=given: fused.two_sided(*given),
+            "torch": lambda given=given: twins.two_sided(*given),
         }
         read = (a.numel() + delta.numel()) * a.element_size()
         times = timed(ways, made.device)
-        speed = round(read / times["project"] / 1e3) if isinstance(times["project"], float) else ""
-        yield {"layer": layer, **times, "GB/s": speed}
+        speed = round(read / times["kernel"] / 1e3) if isinstance(times["kernel"], float) else ""
+        yield {"layer": layer, **times, "GB/s": speed, "off": off("two_sided", *given)}
 
 
 FAMILIES = {f.__name__: f for f in (windows, linear, tokens, norms, passes, lookup, project)}

@@ -158,7 +158,7 @@ class Outer:
             return _two_sided(self.per_sample(), left, right)
         if rows.shape[-1] != self.shape[0]:
             return _two_sided(self.per_sample(), left, right)
-        return torch.bmm((rows @ _like(left, rows).T).mT, columns @ _like(right, columns)).to(wide(self.a.dtype))
+        return fused.two_sided(rows, columns, _like(left, rows), _like(right, columns)).to(wide(self.a.dtype))  # type: ignore[no-any-return]
 
 
 def _like(matrix: Tensor, other: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from unsum.kernels.traced import is_traced
 
 Make = Callable[..., Tensor]
 SMALL = 1 << 18  # numbers, below which starting a kernel takes longer than what it does
+NARROW = 64  # rows of a projection, up to which they fit a program
 PARTS = 1 << 28  # gradients of more numbers leave parts that are worth adding up at once
 WINDOWS = "Tensor x, Tensor delta, SymInt[] kernel, SymInt[] stride, SymInt[] padding, SymInt[] dilation"
 
@@ -260,3 +261,12 @@ scaled = _offer(
     lambda x, w: x.is_contiguous(), compiled="twin",
 )  # fmt: skip
 scaled.__doc__ = "x (n, …) with the n-th part multiplied by w_n, rounded once."
+
+two_sided = _offer(
+    "two_sided", "(Tensor rows, Tensor columns, Tensor left, Tensor right) -> Tensor",
+    lambda make: (make(3, 70, 33), make(3, 70, 150), make(5, 33), make(150, 5)),
+    lambda rows, columns, left, right: left.shape[0] <= NARROW and len({t.dtype for t in (rows, columns, left)}) == 1,
+    compiled="twin",
+)  # fmt: skip
+two_sided.__doc__ = """(n, k, k): L G R of G = Σ_t rows_t ⊗ columns_t, of rows (n, t, r) and columns (n, t, c), L (k, r) and
+R (c, k)."""

@@ -121,3 +121,8 @@ def scaled(x: Tensor, w: Tensor) -> Tensor:
     if x.dtype == dtype:
         return x * each
     return (x * each).to(x.dtype) if is_traced(x) else torch.mul(x, each, out=torch.empty_like(x))
+
+
+def two_sided(rows: Tensor, columns: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Both factors reduced first."""
+    return torch.bmm((rows @ left.T).mT, columns @ right).to(wide(rows.dtype))
