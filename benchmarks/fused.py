@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from measuring import machine, options_of, parsed, write
 from models import ResNet50
-from unsum.factors.outer import Outer
 from unsum.factors.windows import Geometry, Windows
 from unsum.kernels import costs, fused, product, twins
 

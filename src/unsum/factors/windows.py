@@ -148,8 +148,11 @@ class Windows:
 
     def _on_a_gpu(self, *, want_sum: bool) -> tuple[Tensor, Tensor | None]:
         """By a kernel that unfolds nothing where that is the cheaper way, else by rows."""
-        way, images = self.way(want_sum=want_sum), self._images()
+        way = self.way(want_sum=want_sum)
         (o, *rest), places = self.shape, prod(self.delta.shape[3:])
+        if way == "gram" or self._is_unfolded() or places % ALIGNED_PLACES:
+            self = replace(self, x=_with_channels_last(self.x), delta=_with_channels_last(self.delta))
+        images = self._images()
         if way == "gram":
             if images is not None and (self._is_unfolded() or places % ALIGNED_PLACES):
                 x, delta, geometry = images
@@ -214,6 +217,12 @@ class Windows:
     def project(self, left: Tensor, right: Tensor) -> Tensor:
         """(n, k, k): L G R for a parameter seen as a matrix (rows, rest)."""
         return self.outer().project(left, right)
+
+
+def _with_channels_last(tensor: Tensor) -> Tensor:
+    """(n, t, channels, *space) with the channels of a place beside each other: a batch norm's gradient has them apart,
+    and reading them so takes longer than this copy."""
+    return tensor if tensor.stride(2) == 1 else tensor.movedim(2, -1).contiguous().movedim(-1, 2)
 
 
 def unfold(x: Tensor, geometry: Geometry, places: tuple[int, ...]) -> Tensor:

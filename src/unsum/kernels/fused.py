@@ -268,5 +268,5 @@ two_sided = _offer(
     lambda rows, columns, left, right: left.shape[0] <= NARROW and len({t.dtype for t in (rows, columns, left)}) == 1,
     compiled="twin",
 )  # fmt: skip
-two_sided.__doc__ = """(n, k, k): L G R of G = Σ_t rows_t ⊗ columns_t, of rows (n, t, r) and columns (n, t, c), L (k, r) and
-R (c, k)."""
+two_sided.__doc__ = """(n, k, k): L G R of G = Σ_t rows_t ⊗ columns_t, of rows (n, t, r) and columns (n, t, c), L (k, r)
+and R (c, k)."""
