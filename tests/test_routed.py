@@ -19,6 +19,7 @@ from unsum.factors.routed import Routed
 from unsum.factors.total import dot, sq_norms, total
 from unsum.graph.layout import Mapped
 from unsum.graph.positions import Positions, positions
+from unsum.plan.memory import _plans
 
 N, T, D, H, E, K = 4, 6, 8, 16, 5, 2
 
@@ -190,6 +191,9 @@ def test_batches_that_route_otherwise(way, sweeps, monkeypatch):
         with torch.no_grad():
             for p in model.parameters():
                 p += 0.02 * torch.randn_like(p)
+    found = [place for plan in _plans[model].values() for known in plan.recordings.values() for place in known.values()]
+    recorded = [place.known for place in found if hasattr(place, "known") and place.known.maps]
+    assert way != "gram" or 3 in [known.stage for known in recorded]  # rows that go elsewhere, by recordings
 
 
 @needs_grouped
@@ -334,11 +338,11 @@ def test_a_step_looks_at_the_device_once_however_many_layers(layers, monkeypatch
         with unsum.gradients(model, unsum.Norms()):
             loss_of(model, torch.randn(N, T, D), chosen).backward()
 
-    for chosen in first:
+    monkeypatch.setattr(routed.costs, "cheaper", lambda *args, **options: "gram")
+    for chosen in (*first, *first):  # learnt, written down and compared by then
         step(chosen)
     with Looks() as plain:
         loss_of(model, torch.randn(N, T, D), last).backward()
-    monkeypatch.setattr(routed.costs, "cheaper", lambda *args, **options: "gram")
     for name in ("tolist", "cpu", "numpy"):
         monkeypatch.setattr(torch.Tensor, name, lambda self: pytest.fail("a copy to the processor"))
     with Looks() as looks:

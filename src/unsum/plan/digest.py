@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -20,6 +20,7 @@ from unsum.factors.dense import Dense
 from unsum.factors.factors import Factors, Share
 from unsum.factors.outer import Outer
 from unsum.factors.scale import Scale
+from unsum.graph.layout import Layout, Mapped, Regular
 from unsum.graph.nodes import Node
 from unsum.kernels import fused, recorded
 from unsum.plan.plan import Plan, Route
@@ -44,6 +45,7 @@ class Recording:
     program: recorded.Program | None = None
     read: Callable[[Node], Any] | None = None  # the saved tensors that it needs
     reads: int = 0
+    maps: bool = False  # whether it needs whose the rows are, which differs from batch to batch
     pooled: tuple[bool, ...] = ()  # of each parameter: whether what comes are gradients that wait for others
     misses: int = 0
 
@@ -103,7 +105,14 @@ class Digests:
         if known.read is None:
             return known.program(delta)
         saved = known.read(self._nodes[at])
+        if known.maps:
+            return known.program(delta, *self._maps(at), *((saved,) if known.reads == 1 else saved))
         return known.program(delta, saved) if known.reads == 1 else known.program(delta, *saved)
+
+    def _maps(self, at: int) -> list[Tensor]:
+        """Whose the rows are, where that is no regular layout."""
+        layout = self._plan.ruled[at][0].by.layout
+        return [] if not isinstance(layout, Mapped) or layout.held is None else [layout.map, layout.held]
 
     def _missed(self, place: Place, at: int, delta: Tensor) -> bool:
         """It is not as the one that was written down; perhaps as another one."""
@@ -118,14 +127,17 @@ class Digests:
 
     def _find(self, at: int, delta: Tensor) -> Place:
         """With what is known of all meetings alike."""
-        routes = [route for route in self._plan.ruled[at] if route.parameter in self._parameters]
-        wanted = [(route, str(route.parameter), route.parameter in self._skipped) for route in routes]
+        wanted = self._wanted(at)
         if not all(name in self._plan.alone for _, name, _ in wanted) or delta.is_complex():
             place = self._places[at] = Place(Recording(stage=-1), wanted)
             return place
         place = self._places[at] = Place(Recording(), wanted)
         place.known = self._alike(place, at, delta)
         return place
+
+    def _wanted(self, at: int) -> list[tuple[Route, str, bool]]:
+        routes = [route for route in self._plan.ruled[at] if route.parameter in self._parameters]
+        return [(route, str(route.parameter), route.parameter in self._skipped) for route in routes]
 
     def _alike(self, place: Place, at: int, delta: Tensor) -> Recording:
         """What is known of all meetings like this one."""
@@ -138,7 +150,7 @@ class Digests:
     def _key(self, route: Route, name: str, wants_sum: bool) -> Hashable:
         parameter = self._parameters[name]
         return (
-            route.rule.name, route.edge, route.shape, route.turned, route.by.layout, route.by.n, route.by.lead,
+            route.rule.name, route.edge, route.shape, route.turned, _as_key(route.by.layout), route.by.n, route.by.lead,
             parameter.shape, parameter.dtype, wants_sum, name if self._by_name else None,
         )  # fmt: skip
 
@@ -149,6 +161,7 @@ class Digests:
         if known.stage == 0:
             known.stage = 1
             return False
+        place.wanted = self._wanted(at)
         if known.stage == 1:
             return self._record(place, at, delta)
         found = self._run(known, at, delta)
@@ -168,7 +181,7 @@ class Digests:
         known.stage = -1
         node = _Noting(self._nodes[at])
         try:
-            with recorded.Tape([delta]) as tape:
+            with recorded.Tape([delta, *self._maps(at)]) as tape:
                 node.tape = tape
                 found = self._digest(place, node, delta)
         except Exception as error:  # whatever it is, the usual way will say it
@@ -177,7 +190,7 @@ class Digests:
         parts = found if self._pool is None else [_unsummed(tape, each) for each in found]
         known.program, names = recorded.record(tape, parts), list(node.found)
         if known.program is not None:
-            known.stage, known.reads = 2, len(names)
+            known.stage, known.reads, known.maps = 2, len(names), bool(self._maps(at))
             known.read = attrgetter(*names) if names else None
         self._hand(place, found)
         return True
@@ -189,7 +202,8 @@ class Digests:
         pooled: list[bool] = []
         for route, name, wants_sum in place.wanted:
             parameter = self._parameters[name]
-            kind = route.rule.make(Call(node, delta, route.by, route.shape, False, memo, is_kept=False))
+            by = replace(route.by)  # without what was found out of it before
+            kind = route.rule.make(Call(node, delta, by, route.shape, False, memo, is_kept=False))
             if kind is None:
                 raise recorded.NotRecordable("a rule that does not hold")
             kind = finished(kind, parameter, turned=route.turned)
@@ -235,6 +249,10 @@ def _unsummed(tape: recorded.Tape, found: Tensor) -> Tensor:
 
 def _is_as(found: Tensor, wanted: Tensor) -> bool:
     return recorded.is_same(found if found.dim() == wanted.dim() else found.sum(0), wanted)
+
+
+def _as_key(layout: Layout) -> Hashable:
+    return layout if isinstance(layout, Regular) else (layout.shape, layout.behind)
 
 
 class _Noting:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from unsum.graph.layout import Layout, Regular
+from unsum.graph.layout import Layout, Mapped, Regular
 from unsum.graph.nodes import Node
 from unsum.graph.owners import Owners
 from unsum.graph.positions import Positions
@@ -105,7 +105,7 @@ class Plan:
             edges = set(self.edges[place])
             wanted = tuple(route for route in self.routes.get(place, ()) if route.edge in edges)
             straight = {route.edge for route in wanted if route.parameter is not None}
-            if isinstance(owners[0], Regular) and straight == edges:
+            if straight == edges and (isinstance(owners[0], Regular) or _is_even(owners[0])):
                 found[place] = wanted
         return found
 
@@ -122,6 +122,11 @@ class Plan:
             return self if _are_true(holds) else None
         found, more = self.moves.sent(nodes)
         return self.moves.applied(self, found) if _are_true(holds + more) else None
+
+
+def _is_even(layout: Layout | None) -> bool:
+    """Whether every row is known to be somebody's, as many to each."""
+    return isinstance(layout, Mapped) and layout.is_whole and layout.held is not None
 
 
 def _are_true(holds: Sequence[Tensor]) -> bool:

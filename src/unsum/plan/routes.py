@@ -13,6 +13,7 @@ from unsum.graph.owners import Owners, Swept
 from unsum.holding import Size
 from unsum.plan.audit import Audit, shape_of
 from unsum.plan.plan import Meeting, Route
+from unsum.rules.follow import turns
 
 
 def routes(
@@ -116,7 +117,7 @@ def rule_routes(
             continue
         meeting = Meeting(node.name(), modules[at], at, rule.name)
         parameter, turned = _straight(child, names) if (node, edge) in audit.followed else (None, False)
-        parameter = parameter if isinstance(layout, Regular) else None
+        parameter = parameter if isinstance(layout, Regular) or not by.has_nobodys else None
         found.setdefault(at, []).append(Route(edge, rule, by, shape, meeting, parameter, turned))
     # a matrix before its bias: its pass over δ serves both
     return {at: tuple(sorted(routes, key=lambda route: -prod(route.shape))) for at, routes in found.items()}
@@ -126,7 +127,7 @@ def _straight(child: Node, names: Mapping[int, str]) -> tuple[str | None, bool]:
     """The parameter to which transposes and casts alone lead, and whether it is transposed."""
     turned = False
     while not is_leaf(child):
-        if child.name() == "TBackward0":
+        if turns(child, shape_of(below(child)[0][1], below(child)[0][2])):
             turned = not turned
         elif child.name() != "ToCopyBackward0":
             return None, False

@@ -31,8 +31,7 @@ def follow(kind: Kind, node: Node, output: int, shape: tuple[int, ...]) -> Kind 
         return kind
     if name in _SHAPES:
         return _viewed(kind, shape)
-    turns = name == "TBackward0" or _transposes(node, name, shape) or _swaps(node, name, shape)
-    if turns:
+    if turns(node, shape):
         return _turned(kind, shape)
     if name == "EmbeddingBackward0" and isinstance(kind, Dense | Scale):
         return _looked_up(kind, node, shape)
@@ -41,6 +40,12 @@ def follow(kind: Kind, node: Node, output: int, shape: tuple[int, ...]) -> Kind 
     if name in ("SplitBackward0", "SplitWithSizesBackward0"):
         return _sliced(kind, shape, *_piece_of(node, name, output, shape))
     return None
+
+
+def turns(node: Node, shape: tuple[int, ...]) -> bool:
+    """Whether a node transposes a matrix of this shape, or matrices side by side."""
+    name = node.name()
+    return name == "TBackward0" or _transposes(node, name, shape) or _swaps(node, name, shape)
 
 
 def _transposes(node: Node, name: str, shape: tuple[int, ...]) -> bool:
