@@ -65,10 +65,21 @@ def test_a_recording_does_not_take_tensors_of_another_kind():
         lambda x: [x + torch.rand(3)],
         lambda x: [F.dropout(x)],
         lambda x: [x.nonzero()],
+        lambda x: [x.add_(1)],
         lambda x: [x * x.tolist()[0]],
         lambda x: [x * float(x.numpy().sum())],
     ],
-    ids=["a number", "a mask", "a tensor from elsewhere", "random numbers", "dropout", "nonzero", "a list", "numpy"],
+    ids=[
+        "a number",
+        "a mask",
+        "a tensor from elsewhere",
+        "random numbers",
+        "dropout",
+        "nonzero",
+        "writing",
+        "a list",
+        "numpy",
+    ],
 )
 def test_what_depends_on_more_than_its_tensors_is_not_recorded(function):
     with contextlib.suppress(recorded.NotRecordable):

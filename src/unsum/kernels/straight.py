@@ -99,6 +99,8 @@ class Writer:
     def _step(self, step: Step) -> None:
         if not step.writes and self._is_view(step):
             return
+        if step.writes and not step.launches and any(_is_of(tensor, self._given) for tensor in _tensors(step.args[:1])):
+            raise NotRecordable("something is written to what was given")
         if getattr(step.call, "takes_addresses", False):
             self._lines.append(f"{self._value(step.call)}({', '.join(map(self._at, step.args))})")
             return
@@ -192,6 +194,11 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _tensors(value)
+
+
+def _is_of(tensor: Tensor, given: Sequence[Tensor]) -> bool:
+    """Whether this is memory of one of these."""
+    return any(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata for other in given)
 
 
 def _shares(base: Tensor, out: Tensor) -> bool:
