@@ -8,10 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unsum.kernels.launch import launch
+from unsum.kernels.launch import blocks_of, launch
 
-ROWS = 4  # that one program reads
-WIDTH = 512  # numbers of each at once
+TILE = 2048  # numbers that one program reads at once
 
 
 @triton.jit
@@ -37,15 +36,20 @@ def _token_sq_norms(
     tl.store(alone + here, of_delta, mask=inside)
 
 
+def _tile(*widths: int) -> dict[str, int]:
+    """Rows of a program, and numbers of each at once: as many as leave no part of a row."""
+    width = 512 if all(each % 512 == 0 for each in widths) else 256
+    return {"rows": TILE // width, "width": width}
+
+
 def token_sq_norms(a: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """|a|²·|δ|² and |δ|² of each row of a (rows, i) and δ (rows, o)."""
     (count, i), o = a.shape, delta.shape[1]
     found = torch.empty((2, count), dtype=torch.float32, device=a.device)
     both, alone = found.unbind()
     numbers = (count, i, o, a.stride(0), delta.stride(0))
-    launch(
-        _token_sq_norms, (-(-count // ROWS), 1, 1), (a, delta, both, alone), numbers, {"rows": ROWS, "width": WIDTH}, 4
-    )
+    tile = _tile(i, o)
+    launch(_token_sq_norms, (blocks_of(count, tile["rows"]), 1, 1), (a, delta, both, alone), numbers, tile, 4)
     return both, alone
 
 
@@ -76,9 +80,10 @@ def normalised_token_sq_norms(delta: Tensor, x: Tensor, mean: Tensor, rstd: Tens
     count, d = delta.shape
     found = torch.empty((2, count), dtype=torch.float32, device=delta.device)
     scale, shift = found.unbind()
+    tile = _tile(d)
     launch(
-        _normalised_token_sq_norms, (-(-count // ROWS), 1, 1),
+        _normalised_token_sq_norms, (blocks_of(count, tile["rows"]), 1, 1),
         (delta, x, mean.contiguous(), rstd.contiguous(), scale, shift), (count, d, delta.stride(0), x.stride(0)),
-        {"rows": ROWS, "width": WIDTH}, 4,
+        tile, 4,
     )  # fmt: skip
     return scale, shift
