@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal
 
@@ -30,16 +28,11 @@ class _Stop(BaseException):
         self.capture = capture
 
 
-@contextmanager
-def _naming(spot: Spot) -> Iterator[None]:
-    """Errors from a reduction, a slice or a cast say at which site."""
-    try:
-        yield
-    except OptionError as error:
+def _name(error: Exception, spot: Spot) -> None:
+    """Let an error from a reduction, a slice or a cast say at which site."""
+    if isinstance(error, OptionError):
         raise OptionError(f"{spot}: {error}") from None
-    except Exception as error:
-        error.add_note(f"unsum: while capturing {spot}")
-        raise
+    error.add_note(f"unsum: while capturing {spot}")
 
 
 class Capture:
@@ -77,17 +70,22 @@ class Capture:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        flow = self._flow
+        flow, got = self._flow, self._got
         assert flow is not None
+        assert got is not None
         flow.close()
         # Let go of what was captured: it must be freed as soon as the user drops it, without the garbage collector.
         self._flow = self._got = None
         self._parts.clear()
         if error is None and self._missing == "error":
-            complain(flow, {number for number, _ in self._fired}, "captured")
+            complain(flow, got.answered(len(self._asked)), "captured")
         return isinstance(error, _Stop) and error.capture is self
 
     # ---- receiving ------------------------------------------------------------------------------------------------
+
+    @property
+    def seen(self) -> list[Any] | None:
+        return self._got.seen if self._got is not None and self._keeping.is_plain and not self._stop else None
 
     def value(self, spot: Spot, tensor: Tensor, call: Call) -> None:
         if call.again:
@@ -97,15 +95,21 @@ class Capture:
                 f"{spot}: inside a reentrant checkpoint there is no graph that keep='graph' could stay attached to.\n"
                 "  use checkpoint(..., use_reentrant=False)"
             )
-        with _naming(spot):
+        try:
             kept = self._keeping.value(tensor)
+        except Exception as error:
+            _name(error, spot)
+            raise
         self._add(spot, kept, tensor, None)
 
     def gradient(self, spot: Spot, grad: Tensor, backward: int) -> None:
         if spot.kind == "grad" and (spot.place, backward) in self._parts:
             return self._add_part(self._parts[spot.place, backward], spot, grad)
-        with _naming(spot):
+        try:
             kept = self._keeping.gradient(grad, is_parameter=spot.kind == "grad")
+        except Exception as error:
+            _name(error, spot)
+            raise
         entry = self._add(spot, kept, grad, backward)
         if spot.kind == "grad":
             self._parts[spot.place, backward] = entry
@@ -121,9 +125,9 @@ class Capture:
         is_ragged = tensor.is_nested and tensor.layout == torch.strided  # such a tensor has no shape
         entry = Entry(spot, kept, backward, () if is_ragged else tensor.shape, tensor.dtype)
         assert self._got is not None
-        self._got.add(entry)
-        for number in spot.asked:
-            self._fired.add((number, spot.place))
+        self._got.seen.append(entry)
+        if self._stop:
+            self._fired.update((number, spot.place) for number in spot.asked)
         return entry
 
     def _add_part(self, entry: Entry, spot: Spot, grad: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,10 +16,13 @@ from unsum.flow import Flow
 from unsum.keeping import Kept
 from unsum.nested import format_path
 from unsum.picking import Spot, by_place, other_name
+from unsum.shortcut import Seen
 from unsum.silence import why
 from unsum.sites import Asked, Place, Site, parse, site_name
 from unsum.trace import Event, Trace
 from unsum.types import Kind, Path
+
+_reading = threading.Lock()  # two threads may read one capture
 
 
 @dataclass(slots=True)
@@ -59,13 +63,38 @@ class Captured:
     def __init__(self, flow: Flow) -> None:
         self._flow = flow
         self.acted = flow.acted
-        self._entries: list[Entry] = []
-        self._by_place: dict[tuple[Place, Kind], list[Entry]] = {}
+        self.seen: list[
+            Entry | Seen
+        ] = []  # filled by the capture; what is not an entry yet is made one when it is read
+        self._read = 0  # so many are entries
+        self._places_read: dict[tuple[Place, Kind], list[Entry]] = {}
 
-    def add(self, entry: Entry) -> None:
-        """Take in a value; for the capture that fills this."""
-        self._entries.append(entry)
-        self._by_place.setdefault((entry.spot.place, entry.spot.kind), []).append(entry)
+    @property
+    def _entries(self) -> list[Entry]:
+        with _reading:
+            seen = self.seen
+            for i in range(self._read, len(seen)):
+                one = seen[i]
+                if not isinstance(one, Entry):
+                    spot, value, version, backward, shape, dtype = one
+                    one = seen[i] = Entry(spot, Kept(value, version), backward, shape, dtype)
+                self._places_read.setdefault((one.spot.place, one.spot.kind), []).append(one)
+                self._read = i + 1
+            return seen[: self._read]  # type: ignore[return-value]
+
+    @property
+    def _by_place(self) -> dict[tuple[Place, Kind], list[Entry]]:
+        _ = self._entries
+        return self._places_read
+
+    def answered(self, requests: int) -> set[int]:
+        """Which of so many requests were answered."""
+        numbers: set[int] = set()
+        for one in self.seen:
+            numbers.update(one.spot.asked if isinstance(one, Entry) else one[0].asked)
+            if len(numbers) == requests:
+                break
+        return numbers
 
     # ---- reading --------------------------------------------------------------------------------------------------
 

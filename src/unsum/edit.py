@@ -54,6 +54,7 @@ class Edit:
     """The block that `unsum.edit` makes."""
 
     edits = True
+    seen = None
 
     def __init__(
         self, model: nn.Module | None, edits: Mapping[Asked, Change | Sequence[Change]], missing: Missing, scaler: Any

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from unsum import hooks
+from unsum import hooks, shortcut
 from unsum.acted import Acted
 from unsum.alias import aliases
 from unsum.errors import SiteError, UnsupportedError
@@ -30,6 +30,7 @@ from unsum.nested import leaves, put
 from unsum.picking import Spot, pick
 from unsum.recompute import Call, Calls
 from unsum.share import Collection, Share
+from unsum.shortcut import Begun
 from unsum.sites import Names, Place, Site
 from unsum.types import Kind, Path, Step
 from unsum.watch import Watch
@@ -42,6 +43,9 @@ class Receiver(Protocol):
     def edits(self) -> bool: ...  # changes what flows, so that a site must be a single tensor
     @property
     def refuses(self) -> str | None: ...  # why a backward after the block would be wrong, where gradients are edited
+
+    @property
+    def seen(self) -> list[Any] | None: ...  # where what is kept by reference may be put down as it is, without asking
 
     def value(self, spot: Spot, tensor: Tensor, call: Call) -> Tensor | None: ...
     def gradient(self, spot: Spot, grad: Tensor, backward: int) -> Tensor | None: ...
@@ -76,7 +80,7 @@ class Flow:
         self._marks: dict[str, Place] = {}
         self._notes: dict[tuple[Place, Any], str] = {}  # by kind, or by site
         self._places: dict[int, Place] = {}  # by the id of the module or parameter
-        self._running: dict[Place, list[_Running]] = {}
+        self._running: dict[Place, list[_Running | Begun]] = {}
         self._handles: list[hooks.Handle] = []
         self._watches: list[Watch] = []
         self._shares: list[Share] = []
@@ -85,9 +89,10 @@ class Flow:
         self._many = 1024
         self._accumulates: list[bool] = []  # for each backward under way, whether it adds to .grad
         self._first_node: int | None = None
-        self._blocks: list[hooks.Block] | None = None
+        self.blocks: list[hooks.Block] | None = None
         for number, site in enumerate(asked):
             self._resolve(number, site)
+        self.acted.room = 64 + 4 * len(self._places)  # no less than one call of each
 
     # ---- names ----------------------------------------------------------------------------------------------------
 
@@ -100,9 +105,12 @@ class Flow:
                 )
             return
         for name, thing in self.names.find(site).items():
-            place = self._places.setdefault(id(thing), Place(name, thing))
+            place = self._places.get(id(thing))
+            if place is None:
+                place = self._places[id(thing)] = Place(name, thing)
+                self._wants[place] = {}
             places[name] = place
-            self._wants.setdefault(place, {}).setdefault(site.kind, []).append(number)
+            self._wants[place].setdefault(site.kind, []).append(number)
 
     def mark(self, name: str) -> Place | None:
         """The place of a mark of this name, if it is asked for."""
@@ -121,7 +129,7 @@ class Flow:
     # ---- open and close -------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        self._blocks = hooks.open_block(self)
+        self.blocks = hooks.open_block(self)
         try:
             for place, kinds in self._wants.items():
                 if isinstance(place.thing, nn.Module):
@@ -134,11 +142,15 @@ class Flow:
 
     def _follow(self, place: Place) -> None:
         assert isinstance(place.thing, nn.Module)
-        self._running[place] = []
+        running = self._running[place] = []
+        kinds, seen = self._wants[place], self.receiver.seen
+        if seen is not None and shortcut.serves(kinds, self.asked):
+            self._handles.append(shortcut.follow(self, place, kinds, running, seen))
+            return
         self._handles += hooks.on_call(
             place.thing,
-            lambda args, kwargs: self._before(place, args, kwargs),
-            lambda output: self._after(place, output),
+            lambda args, kwargs: self.enter(place, args, kwargs),
+            lambda output: self.leave(place, output),
         )
 
     def _follow_parameter(self, place: Place, asked: tuple[int, ...]) -> None:
@@ -161,10 +173,10 @@ class Flow:
 
     def close(self) -> None:
         """Take away every hook of ours. Those on tensors of a graph that was not walked may stay, to refuse."""
-        if self._blocks is None:
+        if self.blocks is None:
             return
-        hooks.close_block(self, self._blocks)
-        self._blocks = None
+        hooks.close_block(self, self.blocks)
+        self.blocks = None
         for handle in self._handles:
             handle.remove()
         for watch in self._watches:
@@ -190,11 +202,12 @@ class Flow:
 
     @property
     def is_open(self) -> bool:
-        return self._blocks is not None
+        return self.blocks is not None
 
     # ---- forward --------------------------------------------------------------------------------------------------
 
-    def _before(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module is about to be called. What it is to get instead, or None."""
         if self not in hooks.here():
             return None
         hooks.refuse_tracing(place.name)
@@ -220,11 +233,23 @@ class Flow:
             return None
         return tuple(new[i] for i in range(len(args))), {key: new[key] for key in kwargs}
 
-    def _after(self, place: Place, output: Any) -> Any:
+    def leave(self, place: Place, output: Any) -> Any:
+        """A module was called. What is to flow on instead of the output, or None."""
         running = self._running.get(place)
         if not running or self not in hooks.here():
             return None
-        call, shares, error, given = running.pop()
+        begun = running.pop()
+        assert isinstance(begun, _Running)
+        return self._end(place, begun, output)
+
+    def resume(self, place: Place, begun: Begun, output: Any) -> Any:
+        """The same, where the call has begun on the short way."""
+        number, start, error, argument, node = begun
+        call = Call(number, again=False, real=True, start=start, regions=(), repeats=None)
+        return self._end(place, _Running(call, [], error, {argument: node}), output)
+
+    def _end(self, place: Place, begun: _Running, output: Any) -> Any:
+        call, shares, error, given = begun
         if call is None or (output is None and sys.exc_info()[1] is not error):  # the module raised
             return None
         returned = self._end_shares(place, shares, output) if shares else {}
@@ -285,7 +310,7 @@ class Flow:
             self._notes[place, grad_kind] = "it ran with gradients switched off (no_grad or inference_mode)"
             grads = []
         for spot, tensor in grads:
-            self.acted.at(tensor, str(spot))
+            self.acted.at(tensor, spot)
         now: dict[Path, Tensor] = {}  # the tensors that flow on, where they differ
         if grads and shares is not None and not self._is_edited(place):
             grads = self._share(call, grads, shares)
@@ -300,7 +325,7 @@ class Flow:
             new = self.receiver.value(spot, tensor, call)
             if new is not None and new is not tensor:
                 now[spot.path] = new
-            self.acted.at(now.get(spot.path, tensor), str(spot))
+            self.acted.at(now.get(spot.path, tensor), spot)
         for spot, tensor in grads:
             self._watch(spot, now.get(spot.path, tensor))
         return put(value, now) if now else None
@@ -344,10 +369,14 @@ class Flow:
             why = "it needs no gradient: nothing before it requires one (frozen, or data)"
             self._notes[spot.place, spot.kind] = why
             return
+        self.add(Watch(spot, tensor, self.arrived))
+
+    def add(self, watch: Watch) -> None:
+        """Keep a watch until its graph is gone, or the block is left."""
         if len(self._watches) > self._many:
             self._watches = [watch for watch in self._watches if not watch.is_dead()]
             self._many = 1024 + 2 * len(self._watches)
-        self._watches.append(Watch(spot, tensor, self.arrived))
+        self._watches.append(watch)
 
     def arrived(self, spot: Spot, grad: Tensor) -> Tensor | None:
         if hooks.is_batched(grad):

@@ -28,6 +28,8 @@ import ctypes
 import functools
 import sys
 import threading
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -36,6 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils.hooks import RemovableHandle
 
 from unsum.errors import UnsupportedError
 
@@ -46,6 +49,8 @@ _local = threading.local()
 _open: list[Block] = []  # in all threads
 _undo: list[Callable[[], None]] = []
 _engine: list[Callable[..., Any]] = []  # torch's own, while a block is open
+_functorch_level, _jit_state = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+_guards = getattr(torch._guards, "_TLS", None)  # what `TracingContext` asks, in a tenth of the time
 
 
 @dataclass(frozen=True)
@@ -84,23 +89,29 @@ class Handle(Protocol):
     def remove(self) -> None: ...
 
 
-class _Hook:
+class Hook:
     """A hook of ours. A copy of the module, or a pickle, gets one that does nothing: it is not the user's module."""
 
-    __slots__ = ("function",)
+    __slots__ = ()
     __torch_unserializable__ = True  # torch warns of other tensor hooks when a tensor is pickled
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __call__(self, *args: Any) -> Any:
-        return self.function(*args)
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return inert
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _get_inert, ()
+
+
+class _Hook(Hook):
+    """One that calls a function."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
 
 
 def inert(*args: Any) -> None:
@@ -118,6 +129,33 @@ def on_call(module: nn.Module, before: Callable[..., Any], after: Callable[..., 
         module.register_forward_pre_hook(_Hook(lambda _, args, kwargs: before(args, kwargs)), with_kwargs=True),
         module.register_forward_hook(_Hook(lambda _, args, output: after(output)), always_call=True),
     ]
+
+
+def on_plain_call(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> Handle:
+    """Call `before(module, args, kwargs)` and `after(module, args, output)`, both a `Hook`, as torch calls hooks;
+    `after` also where the module raises (with None)."""
+    key = RemovableHandle.next_id
+    RemovableHandle.next_id = key + 1
+    module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key] = before, True
+    module._forward_hooks[key], module._forward_hooks_always_called[key] = after, True
+    return _Registered(module, key)
+
+
+class _Registered:
+    """Two hooks on a module under one key. Torch's own registering takes ten times as long, for every linear in every
+    step."""
+
+    __slots__ = ("_key", "_module")
+
+    def __init__(self, module: nn.Module, key: int) -> None:
+        self._module, self._key = module, key
+
+    def remove(self) -> None:
+        module, key = self._module, self._key
+        module._forward_pre_hooks.pop(key, None)
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
+        module._forward_hooks.pop(key, None)
+        module._forward_hooks_always_called.pop(key, None)
 
 
 class Watcher(Protocol):
@@ -245,13 +283,41 @@ def aside() -> Iterator[None]:
 def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None], *, first: bool = False) -> Handle:
     """Call `hook` with the gradient of `tensor`, whenever a backward has computed it; first of all hooks on it."""
     # Reading grad_fn renews the graph of a view that was changed through an alias; without it torch crashes here.
-    _ = tensor.grad_fn
-    handle = tensor.register_hook(_Hook(hook))
+    node = tensor.grad_fn
+    ours = hook if isinstance(hook, Hook) else _Hook(hook)
+    if node is not None and type(tensor) is Tensor and tensor._backward_hooks is None:
+        return _first_hook(tensor, node, ours)
+    handle = tensor.register_hook(ours)  # type: ignore[no-untyped-call]
     if first:
         registered: Any = tensor._backward_hooks
         for key in [key for key in registered if key != handle.id]:  # torch goes by the order of insertion
             registered[key] = registered.pop(key)
     return handle
+
+
+class _OnTensor:
+    """A hook on a tensor."""
+
+    __slots__ = ("hooks_dict_ref", "key")
+
+    def __init__(self, hooks: OrderedDict[int, Any], key: int) -> None:
+        self.hooks_dict_ref, self.key = weakref.ref(hooks), key
+
+    def remove(self) -> None:
+        hooks = self.hooks_dict_ref()
+        if hooks is not None:
+            hooks.pop(self.key, None)
+
+
+def _first_hook(tensor: Tensor, node: Any, hook: Hook) -> Handle:
+    """What `Tensor.register_hook` does with the first hook of a tensor, in a third of the time."""
+    key = RemovableHandle.next_id
+    RemovableHandle.next_id = key + 1
+    hooks: OrderedDict[int, Any] = OrderedDict()
+    tensor._backward_hooks = hooks
+    node._register_hook_dict(tensor)
+    hooks[key] = hook
+    return _OnTensor(hooks, key)
 
 
 def on_node(node: Any, hook: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...] | None]) -> Handle:
@@ -311,6 +377,11 @@ def here() -> Sequence[Block]:
     if own or not torch._C._is_key_in_tls(_KEY):
         return own
     return torch._C._get_obj_in_tls(_KEY)  # type: ignore[no-any-return]
+
+
+def are_here(blocks: Sequence[Block] | None) -> bool:
+    """Whether these, as `open_block` has given them, are the blocks that see what this thread does now."""
+    return blocks is not None and getattr(_local, "blocks", None) is blocks
 
 
 def open_block(block: Block) -> list[Block]:
@@ -486,14 +557,32 @@ def _stash_borrows() -> bool:
     return sys.getrefcount(probe) == before + 1
 
 
+def _context() -> Any:
+    """What torch knows of the compilation or export that this thread is in."""
+    return torch._guards.TracingContext.try_get() if _guards is None else _guards.__dict__.get("tracing_context")
+
+
+def is_traced() -> bool:
+    """Whether a hook would be baked into a trace now, or would see tensors that mean nothing afterwards."""
+    return (
+        _functorch_level() is not None
+        or _jit_state() is not None
+        or torch.compiler.is_dynamo_compiling()
+        or _context() is not None
+        or ((fx := sys.modules.get("torch.fx._symbolic_trace")) is not None and fx.is_fx_symbolic_tracing())
+    )
+
+
 def refuse_tracing(name: str) -> None:
     """Raise where a hook would be baked into a trace, or would see tensors that mean nothing afterwards."""
+    if not is_traced():
+        return
     what = None
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if _functorch_level() is not None:
         what = "a torch.func transform (vmap, grad, jvp, ...)"
-    elif torch._C._get_tracing_state() is not None:
+    elif _jit_state() is not None:
         what = "torch.jit.trace"
-    elif torch.compiler.is_dynamo_compiling() or torch._guards.TracingContext.try_get() is not None:
+    elif torch.compiler.is_dynamo_compiling() or _context() is not None:
         what = "a model that is being compiled or exported"
     elif (fx := sys.modules.get("torch.fx._symbolic_trace")) is not None and fx.is_fx_symbolic_tracing():
         what = "torch.fx tracing"

@@ -10,12 +10,12 @@ where the base is, see before each backward whether the memory was changed, and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+_EMPTY = torch.empty(0)
 NodeId = tuple[str, int, object]  # its name, its number, and a token: threads number their nodes independently
 
 
@@ -26,17 +26,19 @@ class LostError(Exception):
 class Changes:
     """Tells whether the memory of a tensor has been changed in place since. Holds neither the memory nor the graph."""
 
+    __slots__ = ("_counter", "_version")
+
     def __init__(self, tensor: Tensor) -> None:
-        self._counter = tensor.detach()
-        self._counter.data = tensor.new_empty(0)  # lets go of the memory, keeps the version counter
-        self._version = self._counter._version
+        self._counter = counter = tensor.detach()
+        is_plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_nested
+        counter.data = _EMPTY if is_plain else tensor.new_empty(0)  # lets go of the memory, keeps the version counter
+        self._version = counter._version
 
     def __bool__(self) -> bool:
         return self._counter._version != self._version
 
 
-@dataclass(frozen=True)
-class Anchor:
+class Anchor(NamedTuple):
     """Where to find the gradient of a view again. Holds no memory and no part of the graph."""
 
     changes: Changes
@@ -80,13 +82,14 @@ def anchor(tensor: Tensor) -> Anchor | None:
     base = tensor._base
     if base is None or tensor.is_inference():
         return None
-    whole = _is_whole(tensor, base)
+    node = base.grad_fn
+    whole = node is not None and _is_whole(tensor, base)
     return Anchor(
-        changes=Changes(tensor),
-        chain=_chain(tensor.grad_fn, base.grad_fn) if whole else (),
-        output=base.output_nr,
-        base=(base.shape, base.stride()) if whole else (torch.Size(), ()),
-        view=(tensor.shape, tensor.stride(), int(tensor.storage_offset() - base.storage_offset())),
+        Changes(tensor),
+        _chain(tensor.grad_fn, node) if whole else (),
+        base.output_nr,
+        (base.shape, base.stride()) if whole else (torch.Size(), ()),
+        (tensor.shape, tensor.stride(), int(tensor.storage_offset() - base.storage_offset())),
     )
 
 
@@ -95,7 +98,7 @@ def _is_whole(view: Tensor, base: Tensor) -> bool:
     dense = base.layout == torch.strided and (
         base.is_contiguous() or (base.dim() == 4 and base.is_contiguous(memory_format=torch.channels_last))
     )
-    return dense and base.numel() == view.numel() and base.dtype == view.dtype and base.grad_fn is not None
+    return dense and base.numel() == view.numel() and base.dtype == view.dtype
 
 
 def walk(roots: Iterable[Any]) -> Iterator[Any]:
@@ -120,7 +123,10 @@ class Token:
 
 def token(node: Any) -> Token:
     """The token of a node, kept in the node: recognises it without holding it."""
-    found: Token = node.metadata.setdefault("unsum", Token())
+    notes = node.metadata
+    found: Token | None = notes.get("unsum")
+    if found is None:
+        found = notes.setdefault("unsum", Token())  # in one go: another thread may do the same
     return found
 
 
@@ -143,7 +149,8 @@ def _chain(top: Any, bottom: Any) -> tuple[NodeId, ...]:
         chain.append(_id(top))
         if top == bottom:
             return tuple(chain)
-        if not top.next_functions or top.next_functions[0][0] is None:
+        below = top.next_functions
+        if not below or below[0][0] is None:
             return ()
-        top = top.next_functions[0][0]
+        top = below[0][0]
     return ()

@@ -119,6 +119,11 @@ class Keeping:
         options = (self.to, self.dtype, self.slice, self.reduce)
         object.__setattr__(self, "_plain", self.keep == "reference" and all(o is None for o in options))
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether values and gradients are kept by reference, as they are."""
+        return self._plain and self.scaler is None
+
     def value(self, tensor: Tensor) -> Kept:
         if self._plain and not tensor.is_inference():
             return Kept(tensor.detach(), tensor._version)

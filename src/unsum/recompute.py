@@ -20,6 +20,8 @@ from unsum.errors import UnsupportedError
 
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 _FUNCTION_FILE = torch.autograd.function.__file__
+_grad_enabled, _graph_task = torch.is_grad_enabled, torch._C._current_graph_task_id
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Call(NamedTuple):
@@ -46,7 +48,7 @@ class Calls:
     """Counts the calls of each place."""
 
     def __init__(self) -> None:
-        self._count: dict[Any, int] = {}
+        self.counts: dict[Any, int] = {}  # of each place the number of its last call, from 0
         self._opened = torch._C._autograd._get_sequence_nr()
         self._unknown: set[Any] = set()  # places called in a Function whose context cannot be seen
         # region -> place -> the calls made in it; and the same for the repetition that is under way
@@ -55,7 +57,7 @@ class Calls:
 
     def count(self, place: Any) -> int:
         """How often the place was called, repetitions not counted."""
-        return self._count.get(place, 0)
+        return self.counts.get(place, -1) + 1
 
     def begin(self, place: Any) -> Call | None:
         """The call that begins now; None if it repeats one that was made before this block was open."""
@@ -65,8 +67,7 @@ class Calls:
         if repeated is not None and self._is_new(place, regions[repeated]):
             repeated = None
         if repeated is None:
-            index = self._count.get(place, 0)
-            self._count[place] = index + 1
+            index = self.counts[place] = self.counts.get(place, -1) + 1
             inner, repeats, real = [region for region in regions if region.again is None], None, True
         else:
             known = self._repeated(place, regions[repeated])
@@ -108,14 +109,15 @@ class Calls:
         return made[place][nth] if nth < len(made[place]) else None
 
 
+def may_be_in_region() -> bool:
+    """Whether we may be in a checkpoint. In the ordinary case it can be seen at once that we are not."""
+    return not _grad_enabled() or _graph_task() != -1 or _saved_tensors_hooks(True) is not None
+
+
 def _regions() -> list[_Region]:
     """The checkpoints that we are in, innermost first."""
-    if (
-        torch.is_grad_enabled()
-        and torch._C._current_graph_task_id() == -1
-        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    ):
-        return []  # the ordinary case: no region can be open
+    if not may_be_in_region():
+        return []
     found: list[_Region] = []
     inner = frame = sys._getframe(2)
     while frame is not None:

@@ -21,6 +21,7 @@ from torch import nn
 
 from unsum.errors import SiteError, UnsupportedError
 from unsum.nested import format_path, parse_path
+from unsum.tree import recall, remember
 from unsum.types import KINDS, Kind, Path
 
 Where = str | type | Callable[[str, nn.Module], bool]
@@ -118,10 +119,17 @@ class Names:
         if not isinstance(model, nn.Module):
             raise SiteError(f"expected an nn.Module (or None, for marks alone), got {type(model).__name__}")
         self.model = unwrapped(model)
-        self.modules: dict[str, nn.Module] = {}
-        self.parameters: dict[str, nn.Parameter] = {}
-        self.owners: dict[str, str] = {}  # parameter -> module
+        self.modules: dict[str, nn.Module]
+        self.parameters: dict[str, nn.Parameter]
+        self.owners: dict[str, str]  # parameter -> module
+        self._found: dict[tuple[Where, bool], tuple[str, ...]] = {}  # as long as the tree is as it was
+        tree = recall(self.model)
+        if tree is not None:
+            self.modules, self.parameters, self.owners, self._found = tree
+            return
+        self.modules, self.parameters, self.owners = {}, {}, {}
         self._add(self.model, "", set())
+        remember(self.model, self.modules, self.parameters, self.owners, self._found)
 
     def _add(self, module: nn.Module, name: str, above: set[nn.Module]) -> None:
         self.modules[name] = module
@@ -138,16 +146,14 @@ class Names:
     def find(self, site: Site) -> dict[str, nn.Module] | dict[str, nn.Parameter]:
         """What a site names: one entry for each module or parameter. Raises where there is none."""
         table: Mapping[str, Any] = self.parameters if site.kind == "grad" else self.modules
-        found: dict[str, Any] = {}
+        lasts = type(site.where) in (str, type)  # a predicate, or an abstract class, may choose others next time
+        key = site.where, site.kind == "grad"
         if isinstance(site.where, str) and site.where in table:
             found = {site.where: table[site.where]}
+        elif lasts and key in self._found:
+            return {name: table[name] for name in self._found[key]}
         else:
-            fits = self._matcher(site)
-            seen: set[int] = set()
-            for name, thing in table.items():
-                if fits(name) and id(thing) not in seen and not is_container(thing):
-                    found[name] = thing
-                    seen.add(id(thing))
+            found = self._chosen(site, table)
         if not found:
             raise SiteError(self._unknown(site))
         for name, module in found.items():
@@ -156,6 +162,18 @@ class Names:
                     f"{name}:{site.kind}: {type(module).__name__} is a torch.jit module, which does not run hooks as "
                     "they are.\n  capture and edit the nn.Module that it was made from"
                 )
+        if lasts and len(found) > 1 and len(self._found) < 64:
+            self._found[key] = tuple(found)
+        return found
+
+    def _chosen(self, site: Site, table: Mapping[str, Any]) -> dict[str, Any]:
+        fits = self._matcher(site)
+        found: dict[str, Any] = {}
+        seen: set[int] = set()
+        for name, thing in table.items():
+            if fits(name) and id(thing) not in seen and not is_container(thing):
+                found[name] = thing
+                seen.add(id(thing))
         return found
 
     def _matcher(self, site: Site) -> Callable[[str], object]:

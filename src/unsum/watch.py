@@ -14,7 +14,7 @@ from unsum.picking import Spot
 Arrived = Callable[[Spot, Tensor], Tensor | None]
 
 
-class Watch:
+class Watch(hooks.Hook):
     """The hook on one tensor that waits for its gradient, and hands it on with its spot.
 
     Holds no part of the graph: a hook that reached its own graph would never be collected.
@@ -26,12 +26,14 @@ class Watch:
         self.spot = spot
         self._moved = False
         self._arrived: Arrived | None = arrived
-        self._anchor = inplace.anchor(tensor)
-        self._of_leaf = tensor._base is not None and tensor._base.is_leaf
+        base = tensor._base
+        self._anchor = None if base is None else inplace.anchor(tensor)
+        self._of_leaf = base is not None and base.is_leaf
         self._refusal: str | None = None
-        self._handle = hooks.on_gradient(tensor, self._at_tensor)
+        self._handle = hooks.on_gradient(tensor, self)
 
-    def _at_tensor(self, grad: Tensor) -> Tensor | None:
+    def __call__(self, grad: Tensor) -> Tensor | None:
+        """At the tensor itself."""
         return None if self._moved else self._hand_on(grad)
 
     def _at_base(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
@@ -52,6 +54,10 @@ class Watch:
         if self._of_leaf:  # torch is about to make this memory the leaf's .grad, and to add to it next time
             grad = grad.clone()
         return self._arrived(self.spot, grad)
+
+    def _is_closed(self) -> bool:
+        """Whether a gradient at the tensor is not simply to be handed on."""
+        return self._moved or self._of_leaf or self._arrived is None
 
     def follow_changes(self, roots: Sequence[Any]) -> None:
         """Before a backward from `roots`: if the tensor was changed in place, wait where its gradient will be."""
