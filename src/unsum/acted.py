@@ -1,6 +1,6 @@
 """Where a block has acted, so that a picture can show it.
 
-A block must not hold the graph, and a note in each node costs 20 µs. So it writes down the number and the name of the
+A block must not hold the graph, and a note in each node costs 20 µs. So it writes down the number and the type of the
 node: torch numbers the nodes of a thread as they are made. With the tensor's shape and which output it is, that finds
 the place again.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 _LAST, _PLANS = 32, 16  # of each site so many calls, of each block so many backwards: a long block must not grow
 
-Key = tuple[int, str, int, tuple[int, ...]]  # number and name of the node, which output, its shape
+Key = tuple[int, type, int, tuple[int, ...]]  # number and type of the node, which output, its shape
 
 
 @dataclass(eq=False)
@@ -25,7 +25,7 @@ class Acted:
 
     how: Literal["captured", "edited", "split"]
     room: int = 64  # for notes that are not yet sorted by site
-    _notes: list[tuple[object, int, str, int, tuple[int, ...]]] = field(default_factory=list)  # a site, and a key
+    _notes: list[tuple[object, int, type, int, tuple[int, ...]]] = field(default_factory=list)  # a site, and a key
     _sites: dict[str, deque[Key]] = field(default_factory=dict)
     loose: dict[str, deque[weakref.ref[Tensor]]] = field(default_factory=dict)  # tensors that no node has made
     leaves: dict[str, str] = field(default_factory=dict)  # parameter -> site
@@ -40,7 +40,7 @@ class Acted:
         if node is None:
             self.loose.setdefault(str(site), deque(maxlen=_LAST)).append(weakref.ref(tensor))
             return
-        self._notes.append((site, node._sequence_nr(), node.name(), tensor.output_nr, shape or tuple(tensor.shape)))
+        self._notes.append((site, node._sequence_nr(), type(node), tensor.output_nr, shape or tuple(tensor.shape)))
         if len(self._notes) > self.room:
             self._sort()
 

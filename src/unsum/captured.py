@@ -76,8 +76,8 @@ class Captured:
             for i in range(self._read, len(seen)):
                 one = seen[i]
                 if not isinstance(one, Entry):
-                    spot, value, version, backward, shape, dtype = one
-                    one = seen[i] = Entry(spot, Kept(value, version), backward, shape, dtype)
+                    spot, value, version, backward, shape = one
+                    one = seen[i] = Entry(spot, Kept(value, version), backward, shape, value.dtype)
                 self._places_read.setdefault((one.spot.place, one.spot.kind), []).append(one)
                 self._read = i + 1
             return seen[: self._read]  # type: ignore[return-value]

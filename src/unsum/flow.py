@@ -90,6 +90,7 @@ class Flow:
         self._accumulates: list[bool] = []  # for each backward under way, whether it adds to .grad
         self._first_node: int | None = None
         self.blocks: list[hooks.Block] | None = None
+        self._short = [shortcut.serves(site) for site in asked]
         for number, site in enumerate(asked):
             self._resolve(number, site)
         self.acted.room = 64 + 4 * len(self._places)  # no less than one call of each
@@ -104,13 +105,14 @@ class Flow:
                     f"{site}: without a model only marked tensors can be named, as 'name:output' or 'name:grad_output'"
                 )
             return
+        known, wants, kind = self._places, self._wants, site.kind
         for name, thing in self.names.find(site).items():
-            place = self._places.get(id(thing))
+            place = known.get(id(thing))
             if place is None:
-                place = self._places[id(thing)] = Place(name, thing)
-                self._wants[place] = {}
+                place = known[id(thing)] = Place(name, thing)
+                wants[place] = {}
             places[name] = place
-            self._wants[place].setdefault(site.kind, []).append(number)
+            wants[place].setdefault(kind, []).append(number)
 
     def mark(self, name: str) -> Place | None:
         """The place of a mark of this name, if it is asked for."""
@@ -129,22 +131,22 @@ class Flow:
     # ---- open and close -------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        self.blocks = hooks.open_block(self)
+        self.blocks, seen = hooks.open_block(self), self.receiver.seen
         try:
             for place, kinds in self._wants.items():
                 if isinstance(place.thing, nn.Module):
-                    self._follow(place)
+                    self._follow(place, kinds, seen)
                 elif isinstance(place.thing, nn.Parameter) and "grad" in kinds:
                     self._follow_parameter(place, tuple(kinds["grad"]))
         except BaseException:
             self.close()
             raise
 
-    def _follow(self, place: Place) -> None:
+    def _follow(self, place: Place, kinds: Mapping[Kind, Sequence[int]], seen: list[Any] | None) -> None:
         assert isinstance(place.thing, nn.Module)
-        running = self._running[place] = []
-        kinds, seen = self._wants[place], self.receiver.seen
-        if seen is not None and shortcut.serves(kinds, self.asked):
+        running: list[_Running | Begun] = []
+        self._running[place] = running
+        if seen is not None and all(self._short[number] for numbers in kinds.values() for number in numbers):
             self._handles.append(shortcut.follow(self, place, kinds, running, seen))
             return
         self._handles += hooks.on_call(

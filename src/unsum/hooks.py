@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import sys
 import threading
 import weakref
@@ -38,7 +39,6 @@ import torch
 from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
-from torch.utils.hooks import RemovableHandle
 
 from unsum.errors import UnsupportedError
 
@@ -49,6 +49,9 @@ _local = threading.local()
 _open: list[Block] = []  # in all threads
 _undo: list[Callable[[], None]] = []
 _engine: list[Callable[..., Any]] = []  # torch's own, while a block is open
+_is_in_vmap, _is_in_old_vmap = torch._C._functorch.is_batchedtensor, torch._C._functorch.is_legacy_batchedtensor
+_keys = itertools.count(-1, -1)  # of hooks; torch's own are not negative
+_is_in_dynamo = torch.compiler.is_dynamo_compiling
 _functorch_level, _jit_state = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 _guards = getattr(torch._guards, "_TLS", None)  # what `TracingContext` asks, in a tenth of the time
 
@@ -134,8 +137,7 @@ def on_call(module: nn.Module, before: Callable[..., Any], after: Callable[..., 
 def on_plain_call(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> Handle:
     """Call `before(module, args, kwargs)` and `after(module, args, output)`, both a `Hook`, as torch calls hooks;
     `after` also where the module raises (with None)."""
-    key = RemovableHandle.next_id
-    RemovableHandle.next_id = key + 1
+    key = next(_keys)
     module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key] = before, True
     module._forward_hooks[key], module._forward_hooks_always_called[key] = after, True
     return _Registered(module, key)
@@ -280,21 +282,6 @@ def aside() -> Iterator[None]:
         _local.blocks = blocks
 
 
-def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None], *, first: bool = False) -> Handle:
-    """Call `hook` with the gradient of `tensor`, whenever a backward has computed it; first of all hooks on it."""
-    # Reading grad_fn renews the graph of a view that was changed through an alias; without it torch crashes here.
-    node = tensor.grad_fn
-    ours = hook if isinstance(hook, Hook) else _Hook(hook)
-    if node is not None and type(tensor) is Tensor and tensor._backward_hooks is None:
-        return _first_hook(tensor, node, ours)
-    handle = tensor.register_hook(ours)  # type: ignore[no-untyped-call]
-    if first:
-        registered: Any = tensor._backward_hooks
-        for key in [key for key in registered if key != handle.id]:  # torch goes by the order of insertion
-            registered[key] = registered.pop(key)
-    return handle
-
-
 class _OnTensor:
     """A hook on a tensor."""
 
@@ -309,15 +296,25 @@ class _OnTensor:
             hooks.pop(self.key, None)
 
 
-def _first_hook(tensor: Tensor, node: Any, hook: Hook) -> Handle:
-    """What `Tensor.register_hook` does with the first hook of a tensor, in a third of the time."""
-    key = RemovableHandle.next_id
-    RemovableHandle.next_id = key + 1
-    hooks: OrderedDict[int, Any] = OrderedDict()
-    tensor._backward_hooks = hooks
-    node._register_hook_dict(tensor)
-    hooks[key] = hook
-    return _OnTensor(hooks, key)
+def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None], *, first: bool = False) -> Handle:
+    """Call `hook` with the gradient of `tensor`, whenever a backward has computed it; first of all hooks on it."""
+    # Reading grad_fn renews the graph of a view that was changed through an alias; without it torch crashes here.
+    node: Any = tensor.grad_fn
+    ours = hook if isinstance(hook, Hook) else _Hook(hook)
+    if node is not None and type(tensor) is Tensor and tensor._backward_hooks is None:
+        # What `Tensor.register_hook` does with the first hook of a tensor, in a third of the time.
+        hooks: OrderedDict[int, Any] = OrderedDict()
+        tensor._backward_hooks = hooks
+        node._register_hook_dict(tensor)
+        key = next(_keys)
+        hooks[key] = ours
+        return _OnTensor(hooks, key)
+    handle = tensor.register_hook(ours)  # type: ignore[no-untyped-call]
+    if first:
+        registered: Any = tensor._backward_hooks
+        for key in [key for key in registered if key != handle.id]:  # torch goes by the order of insertion
+            registered[key] = registered.pop(key)
+    return handle
 
 
 def on_node(node: Any, hook: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...] | None]) -> Handle:
@@ -362,8 +359,7 @@ def is_dead(handle: Handle) -> bool:
 
 def is_batched(tensor: Tensor) -> bool:
     """Whether this is a tensor inside a vmap, which means nothing outside."""
-    functorch = torch._C._functorch
-    return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)  # type: ignore[no-any-return]
+    return _is_in_vmap(tensor) or _is_in_old_vmap(tensor)  # type: ignore[no-any-return]
 
 
 def none_open() -> bool:
@@ -380,7 +376,8 @@ def here() -> Sequence[Block]:
 
 
 def are_here(blocks: Sequence[Block] | None) -> bool:
-    """Whether these, as `open_block` has given them, are the blocks that see what this thread does now."""
+    """Whether these, as `open_block` has given them, are the blocks that see what this thread does now; None for a
+    block that is closed."""
     return blocks is not None and getattr(_local, "blocks", None) is blocks
 
 
@@ -565,9 +562,9 @@ def _context() -> Any:
 def is_traced() -> bool:
     """Whether a hook would be baked into a trace now, or would see tensors that mean nothing afterwards."""
     return (
-        _functorch_level() is not None
+        _is_in_dynamo()  # first: torch may be reading these lines
+        or _functorch_level() is not None
         or _jit_state() is not None
-        or torch.compiler.is_dynamo_compiling()
         or _context() is not None
         or ((fx := sys.modules.get("torch.fx._symbolic_trace")) is not None and fx.is_fx_symbolic_tracing())
     )
@@ -582,7 +579,7 @@ def refuse_tracing(name: str) -> None:
         what = "a torch.func transform (vmap, grad, jvp, ...)"
     elif _jit_state() is not None:
         what = "torch.jit.trace"
-    elif torch.compiler.is_dynamo_compiling() or _context() is not None:
+    elif _is_in_dynamo() or _context() is not None:
         what = "a model that is being compiled or exported"
     elif (fx := sys.modules.get("torch.fx._symbolic_trace")) is not None and fx.is_fx_symbolic_tracing():
         what = "torch.fx tracing"

@@ -15,24 +15,32 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_EMPTY = torch.empty(0)
-NodeId = tuple[str, int, object]  # its name, its number, and a token: threads number their nodes independently
+_EMPTY, _NONE = torch.empty(0), torch.Size()
+_tuple: Any = tuple.__new__  # a named tuple by way of its own class takes twice as long
+NodeId = tuple[int, object]  # its number, and a token: threads number their nodes independently
+_Strided = tuple[torch.Size, tuple[int, ...], tuple[int, ...], int]  # of a base, and strides and offset of the view
 
 
 class LostError(Exception):
     """The gradient of the old value cannot be told from others; the text says why."""
 
 
+def _counter(tensor: Tensor) -> Tensor:
+    """A tensor that shares the version counter, and nothing else."""
+    counter = tensor.detach()
+    try:
+        counter.data = _EMPTY
+    except (RuntimeError, TypeError):  # a sparse tensor, or a subclass
+        counter.data = tensor.new_empty(0)
+    return counter
+
+
 class Changes:
     """Tells whether the memory of a tensor has been changed in place since. Holds neither the memory nor the graph."""
 
-    __slots__ = ("_counter", "_version")
-
     def __init__(self, tensor: Tensor) -> None:
-        self._counter = counter = tensor.detach()
-        is_plain = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_nested
-        counter.data = _EMPTY if is_plain else tensor.new_empty(0)  # lets go of the memory, keeps the version counter
-        self._version = counter._version
+        self._counter = _counter(tensor)
+        self._version = self._counter._version
 
     def __bool__(self) -> bool:
         return self._counter._version != self._version
@@ -41,11 +49,16 @@ class Changes:
 class Anchor(NamedTuple):
     """Where to find the gradient of a view again. Holds no memory and no part of the graph."""
 
-    changes: Changes
+    counter: Tensor
+    version: int
     chain: tuple[NodeId, ...]  # the view's node, …, the base's; empty where the base cannot stand for the view
     output: int  # which output of the base's node
-    base: tuple[torch.Size, tuple[int, ...]]
-    view: tuple[torch.Size, tuple[int, ...], int]
+    view: torch.Size
+    strided: _Strided | None  # None: `base.view(...)`, which has its elements in the same order
+
+    def has_changed(self) -> bool:
+        """Whether the memory of the view was changed in place since."""
+        return self.counter._version != self.version
 
     def find(self, roots: Sequence[Any]) -> Any | None:
         """The base's node in the graph below `roots`; None if it is not there. Raises LostError."""
@@ -66,39 +79,47 @@ class Anchor(NamedTuple):
 
     def to_view(self, grad: Tensor) -> Tensor:
         """The gradient of the view, from that of the base."""
-        shape, stride = self.base
-        return grad.new_empty_strided(shape, stride).copy_(grad).as_strided(*self.view)
+        if self.strided is None:
+            return grad.clone(memory_format=torch.contiguous_format).view(self.view)
+        shape, stride, view_stride, offset = self.strided
+        return grad.new_empty_strided(shape, stride).copy_(grad).as_strided(self.view, view_stride, offset)
 
-    def to_base(self, grad: Tensor) -> Tensor:
-        """The gradient of the base, from that of the view."""
-        shape, stride = self.base
+    def to_base(self, grad: Tensor, base: torch.Size) -> Tensor:
+        """The gradient of the base, which has this shape, from that of the view."""
+        if self.strided is None:
+            return grad.clone(memory_format=torch.contiguous_format).view(base)
+        shape, stride, view_stride, offset = self.strided
         whole = grad.new_empty_strided(shape, stride)
-        whole.as_strided(*self.view).copy_(grad)
+        whole.as_strided(self.view, view_stride, offset).copy_(grad)
         return whole
 
 
-def anchor(tensor: Tensor) -> Anchor | None:
-    """Where the gradient of `tensor` will be found if it is changed in place; None where a hook on it suffices."""
-    base = tensor._base
-    if base is None or tensor.is_inference():
+def anchor(tensor: Tensor, base: Tensor) -> Anchor | None:
+    """Where the gradient of `tensor`, a view of `base`, will be found if it is changed in place; None where a hook on
+    it suffices."""
+    top: Any = tensor.grad_fn
+    bottom: Any = base.grad_fn
+    if bottom is None and tensor.is_inference():
         return None
-    node = base.grad_fn
-    whole = node is not None and _is_whole(tensor, base)
-    return Anchor(
-        Changes(tensor),
-        _chain(tensor.grad_fn, node) if whole else (),
-        base.output_nr,
-        (base.shape, base.stride()) if whole else (torch.Size(), ()),
-        (tensor.shape, tensor.stride(), int(tensor.storage_offset() - base.storage_offset())),
-    )
+    counter = _counter(tensor)
+    version = counter._version
+    if bottom is None:
+        return Anchor(counter, version, (), 0, _NONE, None)
+    if type(top).__name__ == "ViewBackward0" and top.next_functions[0][0] == bottom:  # as linears return
+        chain = (top._sequence_nr(), token(top)), (bottom._sequence_nr(), token(bottom))
+        return _tuple(Anchor, (counter, version, chain, base.output_nr, tensor.shape, None))  # type: ignore[no-any-return]
+    if base.numel() != tensor.numel() or base.dtype != tensor.dtype or not _is_dense(base):
+        return Anchor(counter, version, (), 0, _NONE, None)
+    offset = int(tensor.storage_offset() - base.storage_offset())
+    strided = base.shape, base.stride(), tensor.stride(), offset
+    return Anchor(counter, version, _chain(top, bottom), base.output_nr, tensor.shape, strided)
 
 
-def _is_whole(view: Tensor, base: Tensor) -> bool:
-    """Whether the two have the same elements, so that the gradient of one is that of the other rearranged."""
-    dense = base.layout == torch.strided and (
+def _is_dense(base: Tensor) -> bool:
+    """Whether its elements fill its memory: then a view with as many is the same ones, perhaps rearranged."""
+    return base.layout == torch.strided and (
         base.is_contiguous() or (base.dim() == 4 and base.is_contiguous(memory_format=torch.channels_last))
     )
-    return dense and base.numel() == view.numel() and base.dtype == view.dtype
 
 
 def walk(roots: Iterable[Any]) -> Iterator[Any]:
@@ -130,13 +151,9 @@ def token(node: Any) -> Token:
     return found
 
 
-def _id(node: Any) -> NodeId:
-    return node.name(), node._sequence_nr(), token(node)
-
-
 def _is(node: Any, identity: NodeId) -> bool:
-    name, number, mark = identity
-    return node._sequence_nr() == number and node.name() == name and token(node) is mark
+    number, mark = identity
+    return node._sequence_nr() == number and token(node) is mark
 
 
 def _place(node: Any, chain: tuple[NodeId, ...]) -> int | None:
@@ -146,7 +163,7 @@ def _place(node: Any, chain: tuple[NodeId, ...]) -> int | None:
 def _chain(top: Any, bottom: Any) -> tuple[NodeId, ...]:
     chain: list[NodeId] = []
     for _ in range(16):
-        chain.append(_id(top))
+        chain.append((top._sequence_nr(), token(top)))
         if top == bottom:
             return tuple(chain)
         below = top.next_functions

@@ -43,7 +43,9 @@ class Share:
         self.spot = spot
         self.returned = False  # the module returned the input itself: part of the share comes through its output
         self.start, self.end = start, start  # the numbers of the nodes made during the call
-        self.anchor = inplace.anchor(tensor)
+        base = tensor._base
+        self.anchor = None if base is None else inplace.anchor(tensor, base)
+        self.base_key = None if base is None or self.anchor is None or not self.anchor.chain else _key(base)
         self._changes = inplace.Changes(tensor)
         self._alive: hooks.Handle | None = None
         # The output is a view of the input: if that memory is changed later on, the view's nodes leave the graph.
@@ -58,7 +60,7 @@ class Share:
             return True
         if key == self.key:
             return inplace.token(node) is self._token
-        return self.anchor is not None and inplace.token(node) is self.anchor.chain[-1][2]
+        return self.anchor is not None and inplace.token(node) is self.anchor.chain[-1][1]
 
     def is_dead(self) -> bool:
         """Whether the graph of the call is gone."""
@@ -93,9 +95,8 @@ class Collection:
         for share in shares:
             if share.end > share.start and (share.leaf is None or share.leaf() is not None):
                 wanted.setdefault(share.key, []).append(share)
-                if share.anchor is not None and share.anchor.chain:
-                    name, number, _ = share.anchor.chain[-1]
-                    wanted.setdefault((name, number, share.anchor.output), []).append(share)
+                if share.base_key is not None:
+                    wanted.setdefault(share.base_key, []).append(share)
         if not wanted:
             return
         for node in inplace.walk(roots):

@@ -23,13 +23,14 @@ from unsum.sites import Place, Site
 from unsum.types import Kind
 from unsum.watch import Watch
 
-Seen = tuple[Spot, Tensor, int, int | None, torch.Size, torch.dtype]
-"""A value as it is put down: where, what, its version, in which backward, its shape and dtype."""
+Seen = tuple[Spot, Tensor, int, int | None, torch.Size]
+"""A value as it is put down: where, what, its version, in which backward, its shape."""
 
 Begun = tuple[int, int, BaseException | None, int, Any]
 """A call: its number, that of the next node, the error being handled, the id of the argument and its node."""
 
 _SERVED = {"input", "output", "grad_output"}  # a module's share of its input's gradient is found by other means
+_tuple: Any = tuple.__new__  # a named tuple by way of its own class takes twice as long
 _grad_enabled, _next_node = torch.is_grad_enabled, torch._C._autograd._get_sequence_nr
 
 
@@ -48,11 +49,9 @@ class Long(Protocol):
     def arrived(self, spot: Spot, grad: Tensor) -> Tensor | None: ...
 
 
-def serves(kinds: Mapping[Kind, Sequence[int]], sites: Sequence[Site]) -> bool:
-    """Whether what is asked for at a place can go the short way: whole values, of every call."""
-    if not _SERVED.issuperset(kinds):
-        return False
-    return all(not sites[n].path and sites[n].call is None for numbers in kinds.values() for n in numbers)
+def serves(site: Site) -> bool:
+    """Whether what a site asks for can go the short way: whole values, of every call."""
+    return site.kind in _SERVED and not site.path and site.call is None
 
 
 def follow(
@@ -67,12 +66,12 @@ def follow(
 class _Lane:
     """One module that is followed."""
 
-    __slots__ = ("flow", "grad_output", "input", "output", "place", "running", "seen")
+    __slots__ = ("arrived", "flow", "grad_output", "input", "output", "place", "running", "seen")
 
     def __init__(
         self, flow: Long, place: Place, kinds: Mapping[Kind, Sequence[int]], running: list[Any], seen: list[Any]
     ) -> None:
-        self.flow, self.place, self.running, self.seen = flow, place, running, seen
+        self.flow, self.place, self.running, self.seen, self.arrived = flow, place, running, seen, flow.arrived
         self.input = tuple(kinds.get("input", ()))  # the requests for it
         self.output = tuple(kinds.get("output", ()))
         self.grad_output = tuple(kinds.get("grad_output", ()))
@@ -90,21 +89,22 @@ class _Entering(hooks.Hook):
         lane = self._lane
         flow, place = lane.flow, lane.place
         if (
-            len(args) != 1
+            hooks.is_traced()  # first: torch may be reading these lines
             or kwargs
-            or not _is_plain(tensor := args[0])
+            or len(args) != 1
+            or type(tensor := args[0]) is not Tensor
             or not hooks.are_here(flow.blocks)
             or may_be_in_region()
-            or hooks.is_traced()
+            or tensor.is_nested
+            or ((node := tensor.grad_fn) is None and tensor.is_inference())
         ):
             return flow.enter(place, args, kwargs)
-        node: Any = tensor.grad_fn
         counts = flow.calls.counts
         number = counts[place] = counts.get(place, -1) + 1
         lane.running.append((number, _next_node(), sys.exc_info()[1], id(tensor), node))
         if lane.input:
-            spot, shape = Spot(place, "input", number, (0,), (), lane.input), tensor.shape
-            lane.seen.append((spot, tensor.detach(), tensor._version, None, shape, tensor.dtype))
+            spot, shape = _tuple(Spot, (place, "input", number, (0,), (), lane.input)), tensor.shape
+            lane.seen.append((spot, tensor.detach(), tensor._version, None, shape))
             flow.acted.note(spot, tensor, node, shape)
         return None
 
@@ -125,41 +125,47 @@ class _Leaving(hooks.Hook):
         if not hooks.are_here(flow.blocks):
             return None
         begun: Begun = running.pop()
-        if not _is_plain(output) or not _grad_enabled():
+        if type(output) is not Tensor or not _grad_enabled() or output.is_nested:
             return flow.resume(place, begun, output)
         number, start, _, given, given_node = begun
         node: Any = output.grad_fn
-        if lane.grad_output and (  # nothing to wait for, or not made by the module: see `flow`
-            node is None or node._sequence_nr() < start or (id(output) == given and node == given_node)
-        ):
-            return flow.resume(place, begun, output)
+        if node is None:
+            if lane.grad_output or output.is_inference():
+                return flow.resume(place, begun, output)
+        elif node._sequence_nr() < start or (id(output) == given and node == given_node):
+            return flow.resume(place, begun, output)  # the module has not made it
         shape = output.shape
         if lane.output:
-            spot = Spot(place, "output", number, (), (), lane.output)
-            lane.seen.append((spot, output.detach(), output._version, None, shape, output.dtype))
+            spot = _tuple(Spot, (place, "output", number, (), (), lane.output))
+            lane.seen.append((spot, output.detach(), output._version, None, shape))
             flow.acted.note(spot, output, node, shape)
         if lane.grad_output:
-            spot = Spot(place, "grad_output", number, (), (), lane.grad_output)
+            spot = _tuple(Spot, (place, "grad_output", number, (), (), lane.grad_output))
             flow.acted.note(spot, output, node, shape)
-            flow.add(_Waiting(spot, output, flow, lane.seen))
+            watch = _Waiting(spot, output, lane.arrived)
+            watch.lane = lane
+            flow.add(watch)
         return None
 
 
 class _Waiting(Watch):
     """Puts down the gradient of an output."""
 
-    __slots__ = ("_flow", "_seen")
+    __slots__ = ("lane",)
 
-    def __init__(self, spot: Spot, tensor: Tensor, flow: Long, seen: list[Any]) -> None:
-        self._flow, self._seen = flow, seen
-        super().__init__(spot, tensor, flow.arrived)
+    lane: _Lane
 
     def __call__(self, grad: Tensor) -> Tensor | None:
-        if self._is_closed() or not _is_plain(grad) or grad.requires_grad or hooks.is_batched(grad):
+        if (
+            type(grad) is not Tensor
+            or self._moved
+            or self._of_leaf
+            or self._arrived is None
+            or grad.requires_grad
+            or grad.is_nested
+            or hooks.is_batched(grad)
+        ):
             return super().__call__(grad)
-        self._seen.append((self.spot, grad, grad._version, self._flow.backwards, grad.shape, grad.dtype))
+        lane = self.lane
+        lane.seen.append((self.spot, grad, grad._version, lane.flow.backwards, grad.shape))
         return None
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) is Tensor and not value.is_inference() and not value.is_nested

@@ -21,7 +21,7 @@ from torch import nn
 
 from unsum.errors import SiteError, UnsupportedError
 from unsum.nested import format_path, parse_path
-from unsum.tree import recall, remember
+from unsum.tree import Found, recall, remember
 from unsum.types import KINDS, Kind, Path
 
 Where = str | type | Callable[[str, nn.Module], bool]
@@ -119,24 +119,31 @@ class Names:
         if not isinstance(model, nn.Module):
             raise SiteError(f"expected an nn.Module (or None, for marks alone), got {type(model).__name__}")
         self.model = unwrapped(model)
-        self.modules: dict[str, nn.Module]
-        self.parameters: dict[str, nn.Parameter]
-        self.owners: dict[str, str]  # parameter -> module
-        self._found: dict[tuple[Where, bool], tuple[str, ...]] = {}  # as long as the tree is as it was
-        tree = recall(self.model)
-        if tree is not None:
-            self.modules, self.parameters, self.owners, self._found = tree
-            return
-        self.modules, self.parameters, self.owners = {}, {}, {}
-        self._add(self.model, "", set())
-        remember(self.model, self.modules, self.parameters, self.owners, self._found)
+        self.modules: dict[str, nn.Module] = {}
+        self._found: Found = {}
+        if (known := recall(self.model)) is not None:
+            self.modules, self._found = known
+        else:
+            self._add(self.model, "", set())
+            remember(self.model, self.modules, self._found)
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, _, parameter in self._named_parameters()}
+
+    @functools.cached_property
+    def owners(self) -> dict[str, str]:
+        """Of each parameter the module."""
+        return {name: owner for name, owner, _ in self._named_parameters()}
+
+    def _named_parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
+        for owner, module in self.modules.items():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield f"{owner}.{key}" if owner else key, owner, parameter
 
     def _add(self, module: nn.Module, name: str, above: set[nn.Module]) -> None:
         self.modules[name] = module
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                full = f"{name}.{key}" if name else key
-                self.parameters[full], self.owners[full] = parameter, name
         above.add(module)
         for key, child in module._modules.items():
             if child is not None and child not in above:
@@ -146,12 +153,12 @@ class Names:
     def find(self, site: Site) -> dict[str, nn.Module] | dict[str, nn.Parameter]:
         """What a site names: one entry for each module or parameter. Raises where there is none."""
         table: Mapping[str, Any] = self.parameters if site.kind == "grad" else self.modules
-        lasts = type(site.where) in (str, type)  # a predicate, or an abstract class, may choose others next time
-        key = site.where, site.kind == "grad"
+        # Among the same modules a type or a pattern chooses the same; a predicate or an abstract class may not.
+        lasts = type(site.where) in (str, type) and site.kind != "grad"
         if isinstance(site.where, str) and site.where in table:
             found = {site.where: table[site.where]}
-        elif lasts and key in self._found:
-            return {name: table[name] for name in self._found[key]}
+        elif lasts and site.where in self._found:
+            return {name: table[name] for name in self._found[site.where]}
         else:
             found = self._chosen(site, table)
         if not found:
@@ -163,7 +170,7 @@ class Names:
                     "they are.\n  capture and edit the nn.Module that it was made from"
                 )
         if lasts and len(found) > 1 and len(self._found) < 64:
-            self._found[key] = tuple(found)
+            self._found[site.where] = tuple(found)
         return found
 
     def _chosen(self, site: Site, table: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,8 +27,8 @@ class Watch(hooks.Hook):
         self._moved = False
         self._arrived: Arrived | None = arrived
         base = tensor._base
-        self._anchor = None if base is None else inplace.anchor(tensor)
-        self._of_leaf = base is not None and base.is_leaf
+        self._anchor = None if base is None else inplace.anchor(tensor, base)
+        self._of_leaf = base is not None and base.grad_fn is None
         self._refusal: str | None = None
         self._handle = hooks.on_gradient(tensor, self)
 
@@ -42,9 +42,9 @@ class Watch(hooks.Hook):
         assert anchor is not None
         grad = grads[anchor.output]
         new = None if grad is None else self._hand_on(anchor.to_view(grad))
-        if new is None:
+        if grad is None or new is None:
             return None
-        return (*grads[: anchor.output], anchor.to_base(new), *grads[anchor.output + 1 :])
+        return (*grads[: anchor.output], anchor.to_base(new, grad.shape), *grads[anchor.output + 1 :])
 
     def _hand_on(self, grad: Tensor | None) -> Tensor | None:
         if self._refusal is not None:
@@ -55,13 +55,9 @@ class Watch(hooks.Hook):
             grad = grad.clone()
         return self._arrived(self.spot, grad)
 
-    def _is_closed(self) -> bool:
-        """Whether a gradient at the tensor is not simply to be handed on."""
-        return self._moved or self._of_leaf or self._arrived is None
-
     def follow_changes(self, roots: Sequence[Any]) -> None:
         """Before a backward from `roots`: if the tensor was changed in place, wait where its gradient will be."""
-        if self._anchor is None or self._moved or not self._anchor.changes:
+        if self._anchor is None or self._moved or not self._anchor.has_changed():
             return
         try:
             node = self._anchor.find(roots)

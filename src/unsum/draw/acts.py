@@ -37,13 +37,13 @@ def sites_of(
     found: _Sites = {}
     at_leaves: dict[int, list[tuple[str, str]]] = {}
     by_name = {name: key for key, all_names in names.items() for name in all_names}
-    numbered: dict[tuple[int, str], list[Node]] = {}
+    numbered: dict[tuple[int, type], list[Node]] = {}
     for node in nodes:
-        numbered.setdefault((node._sequence_nr(), node.name()), []).append(node)
+        numbered.setdefault((node._sequence_nr(), type(node)), []).append(node)
     for block in acted:
         for site, keys in block.sites.items():
-            for number, name, output, shape in dict.fromkeys(keys):
-                for node in numbered.get((number, name), ()):
+            for number, kind, output, shape in dict.fromkeys(keys):
+                for node in numbered.get((number, kind), ()):
                     if output < len(node._input_metadata) and tuple(node._input_metadata[output].shape) == shape:
                         found.setdefault((node, output), []).append((block.how, site))
         for site, refs in block.loose.items():
