@@ -76,7 +76,7 @@ class Flow:
         self.backwards = 0
         self.repeated: weakref.WeakSet[Any] = weakref.WeakSet()  # checkpoints that were run again
         self.places: dict[int, dict[str, Place]] = {}  # request -> the places that it names
-        self._wants: dict[Place, dict[Kind, list[int]]] = {}
+        self._wants: dict[Place, dict[Kind, tuple[int, ...]]] = {}  # the requests for what, where
         self._marks: dict[str, Place] = {}
         self._notes: dict[tuple[Place, Any], str] = {}  # by kind, or by site
         self._places: dict[int, Place] = {}  # by the id of the module or parameter
@@ -91,6 +91,7 @@ class Flow:
         self._first_node: int | None = None
         self.blocks: list[hooks.Block] | None = None
         self._short = [shortcut.serves(site) for site in asked]
+        self._all_short = all(self._short)
         for number, site in enumerate(asked):
             self._resolve(number, site)
         self.acted.room = 64 + 4 * len(self._places)  # no less than one call of each
@@ -105,14 +106,15 @@ class Flow:
                     f"{site}: without a model only marked tensors can be named, as 'name:output' or 'name:grad_output'"
                 )
             return
-        known, wants, kind = self._places, self._wants, site.kind
+        known, wants, kind, alone = self._places, self._wants, site.kind, (number,)
         for name, thing in self.names.find(site).items():
             place = known.get(id(thing))
             if place is None:
                 place = known[id(thing)] = Place(name, thing)
                 wants[place] = {}
             places[name] = place
-            wants[place].setdefault(kind, []).append(number)
+            kinds = wants[place]
+            kinds[kind] = (*kinds[kind], number) if kind in kinds else alone
 
     def mark(self, name: str) -> Place | None:
         """The place of a mark of this name, if it is asked for."""
@@ -125,7 +127,8 @@ class Flow:
                 assert isinstance(site.where, str)
                 if site.where == name or fnmatchcase(name, site.where):
                     self.places[number][name] = place
-                    self._wants.setdefault(place, {}).setdefault(site.kind, []).append(number)
+                    kinds = self._wants.setdefault(place, {})
+                    kinds[site.kind] = (*kinds.get(site.kind, ()), number)
         return place if place in self._wants else None
 
     # ---- open and close -------------------------------------------------------------------------------------------
@@ -137,16 +140,18 @@ class Flow:
                 if isinstance(place.thing, nn.Module):
                     self._follow(place, kinds, seen)
                 elif isinstance(place.thing, nn.Parameter) and "grad" in kinds:
-                    self._follow_parameter(place, tuple(kinds["grad"]))
+                    self._follow_parameter(place, kinds["grad"])
         except BaseException:
             self.close()
             raise
 
-    def _follow(self, place: Place, kinds: Mapping[Kind, Sequence[int]], seen: list[Any] | None) -> None:
+    def _follow(self, place: Place, kinds: Mapping[Kind, tuple[int, ...]], seen: list[Any] | None) -> None:
         assert isinstance(place.thing, nn.Module)
         running: list[_Running | Begun] = []
         self._running[place] = running
-        if seen is not None and all(self._short[number] for numbers in kinds.values() for number in numbers):
+        if seen is not None and (
+            self._all_short or all(self._short[number] for numbers in kinds.values() for number in numbers)
+        ):
             self._handles.append(shortcut.follow(self, place, kinds, running, seen))
             return
         self._handles += hooks.on_call(

@@ -134,30 +134,23 @@ def on_call(module: nn.Module, before: Callable[..., Any], after: Callable[..., 
     ]
 
 
-def on_plain_call(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> Handle:
+def on_plain_call(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> int:
     """Call `before(module, args, kwargs)` and `after(module, args, output)`, both a `Hook`, as torch calls hooks;
-    `after` also where the module raises (with None)."""
+    `after` also where the module raises (with None). Returns a key for `off_plain_call`.
+
+    Torch's own registering takes several times as long, for every linear in every step."""
     key = next(_keys)
     module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key] = before, True
     module._forward_hooks[key], module._forward_hooks_always_called[key] = after, True
-    return _Registered(module, key)
+    return key
 
 
-class _Registered:
-    """Two hooks on a module under one key. Torch's own registering takes ten times as long, for every linear in every
-    step."""
-
-    __slots__ = ("_key", "_module")
-
-    def __init__(self, module: nn.Module, key: int) -> None:
-        self._module, self._key = module, key
-
-    def remove(self) -> None:
-        module, key = self._module, self._key
-        module._forward_pre_hooks.pop(key, None)
-        module._forward_pre_hooks_with_kwargs.pop(key, None)
-        module._forward_hooks.pop(key, None)
-        module._forward_hooks_always_called.pop(key, None)
+def off_plain_call(module: nn.Module, key: int) -> None:
+    """Undo `on_plain_call`."""
+    module._forward_pre_hooks.pop(key, None)
+    module._forward_pre_hooks_with_kwargs.pop(key, None)
+    module._forward_hooks.pop(key, None)
+    module._forward_hooks_always_called.pop(key, None)
 
 
 class Watcher(Protocol):

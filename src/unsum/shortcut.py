@@ -9,7 +9,7 @@ beginning or from its end.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -55,39 +55,31 @@ def serves(site: Site) -> bool:
 
 
 def follow(
-    flow: Long, place: Place, kinds: Mapping[Kind, Sequence[int]], running: list[Any], seen: list[Any]
+    flow: Long, place: Place, kinds: Mapping[Kind, tuple[int, ...]], running: list[Any], seen: list[Any]
 ) -> hooks.Handle:
     """Follow the calls of a module; what was seen is put down in `seen`."""
     assert isinstance(place.thing, nn.Module)
     lane = _Lane(flow, place, kinds, running, seen)
-    return hooks.on_plain_call(place.thing, _Entering(lane), _Leaving(lane))
+    leaving = _Leaving(lane)
+    leaving.key = hooks.on_plain_call(place.thing, lane, leaving)
+    return leaving
 
 
-class _Lane:
-    """One module that is followed."""
+class _Lane(hooks.Hook):
+    """One module that is followed; called before each of its calls."""
 
     __slots__ = ("arrived", "flow", "grad_output", "input", "output", "place", "running", "seen")
 
     def __init__(
-        self, flow: Long, place: Place, kinds: Mapping[Kind, Sequence[int]], running: list[Any], seen: list[Any]
+        self, flow: Long, place: Place, kinds: Mapping[Kind, tuple[int, ...]], running: list[Any], seen: list[Any]
     ) -> None:
         self.flow, self.place, self.running, self.seen, self.arrived = flow, place, running, seen, flow.arrived
-        self.input = tuple(kinds.get("input", ()))  # the requests for it
-        self.output = tuple(kinds.get("output", ()))
-        self.grad_output = tuple(kinds.get("grad_output", ()))
-
-
-class _Entering(hooks.Hook):
-    """Before a call."""
-
-    __slots__ = ("_lane",)
-
-    def __init__(self, lane: _Lane) -> None:
-        self._lane = lane
+        self.input = kinds.get("input", ())  # the requests for it
+        self.output = kinds.get("output", ())
+        self.grad_output = kinds.get("grad_output", ())
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        lane = self._lane
-        flow, place = lane.flow, lane.place
+        flow, place = self.flow, self.place
         if (
             hooks.is_traced()  # first: torch may be reading these lines
             or kwargs
@@ -101,21 +93,28 @@ class _Entering(hooks.Hook):
             return flow.enter(place, args, kwargs)
         counts = flow.calls.counts
         number = counts[place] = counts.get(place, -1) + 1
-        lane.running.append((number, _next_node(), sys.exc_info()[1], id(tensor), node))
-        if lane.input:
-            spot, shape = _tuple(Spot, (place, "input", number, (0,), (), lane.input)), tensor.shape
-            lane.seen.append((spot, tensor.detach(), tensor._version, None, shape))
+        self.running.append((number, _next_node(), sys.exc_info()[1], id(tensor), node))
+        if self.input:
+            spot, shape = _tuple(Spot, (place, "input", number, (0,), (), self.input)), tensor.shape
+            self.seen.append((spot, tensor.detach(), tensor._version, None, shape))
             flow.acted.note(spot, tensor, node, shape)
         return None
 
 
 class _Leaving(hooks.Hook):
-    """After a call."""
+    """Called after each call of the module."""
 
-    __slots__ = ("_lane",)
+    __slots__ = ("_lane", "key")
 
     def __init__(self, lane: _Lane) -> None:
         self._lane = lane
+        self.key = 0
+
+    def remove(self) -> None:
+        """No longer follow the module."""
+        module = self._lane.place.thing
+        assert isinstance(module, nn.Module)
+        hooks.off_plain_call(module, self.key)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         lane = self._lane

@@ -54,7 +54,7 @@ class Site:
         return site_name(where, self.kind, self.call, self.path)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # not frozen: that takes twice as long, for every module in every step
 class Place:
     """A module, a parameter or a mark, under the name that the user gave it."""
 
@@ -86,14 +86,18 @@ def parse(asked: Asked) -> Site:
         where, text = asked.partition(":")[0], asked
     else:
         raise SiteError(f"a site is written 'name:kind' or (module type or predicate, 'kind'), not {asked!r}")
+    if (read := _read(text)) is None:
+        raise SiteError(_misspelt(asked, text))
+    return Site(read[0] if isinstance(where, str) else where, *read[1:])
+
+
+@functools.lru_cache(1024)
+def _read(text: str) -> tuple[str, Kind, int | None, Path] | None:
     match = _GRAMMAR.fullmatch(text)
     if match is None:
-        raise SiteError(_misspelt(asked, text))
-    if isinstance(where, str):
-        where = match["where"]
-    kind = cast("Kind", match["kind"])
+        return None
     call = None if match["call"] is None else int(match["call"])
-    return Site(where, kind, call, parse_path(match["path"] or ""))
+    return match["where"], cast("Kind", match["kind"]), call, parse_path(match["path"] or "")
 
 
 def _misspelt(asked: Asked, text: str) -> str:

@@ -8,7 +8,7 @@ What is remembered holds no module: as soon as one is gone, so is the memory, an
 from __future__ import annotations
 
 import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -24,33 +24,31 @@ class _Tree:
     def __init__(self, modules: dict[str, nn.Module], found: Found) -> None:
         self.names, self.found = tuple(modules), found
         self.is_whole = True  # no module of it is gone
-        self.modules = [weakref.ref(module, self._gone(weakref.ref(self))) for module in modules.values()]
+        own = weakref.ref(self)
+
+        def gone(_: object) -> None:
+            if (tree := own()) is not None:
+                tree.is_whole = False
+
+        self.modules = [weakref.ref(module, gone) for module in modules.values()]
         self.types = [type(module) for module in modules.values()]
-        held = _held(list(modules.values()))
+        tables = [module._modules for module in modules.values()]
+        self.sizes = list(map(len, tables))
+        self.parents = [k for k, size in enumerate(self.sizes) if size]
+        held = _held(tables, self.parents)
         self.keys = [key for key in held if isinstance(key, str)]  # kept, so that their ids stay theirs
         self.ids = list(map(id, held))
-
-    @staticmethod
-    def _gone(tree: weakref.ref[_Tree]) -> Any:
-        def gone(_: object) -> None:
-            if (own := tree()) is not None:
-                own.is_whole = False
-
-        return gone
 
 
 _trees: MutableMapping[nn.Module, _Tree] = WeakIdKeyDictionary()
 
 
-def _held(modules: Sequence[nn.Module]) -> list[Any]:
-    """Each module with the keys and values of what it holds, in a row: keys are as many as values, so the tree could be
-    read back from it."""
+def _held(tables: Sequence[Mapping[str, Any]], parents: Sequence[int]) -> list[Any]:
+    """The keys and values of these tables, in a row."""
     held: list[Any] = []
-    for module in modules:
-        held.append(module)
-        if children := module._modules:
-            held += children
-            held += children.values()
+    for k in parents:
+        held += tables[k]
+        held += tables[k].values()
     return held
 
 
@@ -71,6 +69,9 @@ def recall(model: nn.Module) -> tuple[dict[str, nn.Module], Found] | None:
     if tree is None or not tree.is_whole:
         return None
     modules: list[Any] = [module() for module in tree.modules]
-    if list(map(type, modules)) != tree.types or list(map(id, _held(modules))) != tree.ids:
+    if list(map(type, modules)) != tree.types:
+        return None
+    tables = [module._modules for module in modules]
+    if list(map(len, tables)) != tree.sizes or list(map(id, _held(tables, tree.parents))) != tree.ids:
         return None
     return dict(zip(tree.names, modules, strict=True)), tree.found
