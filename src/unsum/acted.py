@@ -25,34 +25,32 @@ class Acted:
 
     how: Literal["captured", "edited", "split"]
     room: int = 64  # for notes that are not yet sorted by site
-    _notes: list[tuple[object, int, type, int, tuple[int, ...]]] = field(default_factory=list)  # a site, and a key
+    notes: list[tuple[object, int, type, int, tuple[int, ...]]] = field(default_factory=list)  # a site, and a key
     _sites: dict[str, deque[Key]] = field(default_factory=dict)
     loose: dict[str, deque[weakref.ref[Tensor]]] = field(default_factory=dict)  # tensors that no node has made
     leaves: dict[str, str] = field(default_factory=dict)  # parameter -> site
     plans: dict[tuple[int, str, int], Any] = field(default_factory=dict)  # node, its name, nodes below -> plan
 
     def at(self, tensor: Tensor, site: object) -> None:
-        """A site (whatever prints as one) acts on this tensor."""
-        self.note(site, tensor, tensor.grad_fn)
-
-    def note(self, site: object, tensor: Tensor, node: Any, shape: tuple[int, ...] | None = None) -> None:
-        """The same, if the tensor's node and shape are known. In every call: sorted by site when somebody looks."""
+        """A site (whatever prints as one) acts on this tensor. In every call: sorted by site when somebody looks."""
+        node: Any = tensor.grad_fn
         if node is None:
             self.loose.setdefault(str(site), deque(maxlen=_LAST)).append(weakref.ref(tensor))
             return
-        self._notes.append((site, node._sequence_nr(), type(node), tensor.output_nr, shape or tuple(tensor.shape)))
-        if len(self._notes) > self.room:
-            self._sort()
+        self.notes.append((site, node._sequence_nr(), type(node), tensor.output_nr, tensor.shape))
+        if len(self.notes) > self.room:
+            self.sort()
 
-    def _sort(self) -> None:
-        for site, *key in self._notes:
+    def sort(self) -> None:
+        """Put the notes where their sites are."""
+        for site, *key in self.notes:
             self._sites.setdefault(str(site), deque(maxlen=_LAST)).append(tuple(key))  # type: ignore[arg-type]
-        self._notes.clear()
+        self.notes.clear()
 
     @property
     def sites(self) -> dict[str, deque[Key]]:
         """What each site has acted on."""
-        self._sort()
+        self.sort()
         return self._sites
 
     def by_plan(self, root: Any, plan: Any, size: int) -> None:

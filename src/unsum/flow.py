@@ -400,7 +400,8 @@ class Flow:
             self.backwards += 1
             self._first_node = torch._C._autograd._get_sequence_nr() if call.create_graph else None
         for watch in self._watches:
-            watch.follow_changes(call.roots)
+            if watch.anchor is not None and watch.anchor.has_changed():
+                watch.follow_changes(watch.anchor, call.roots)
         self._collections[-1].wait(self._shares, call.roots, self._second_order)
 
     def after_backward(self, *, failed: bool) -> None:

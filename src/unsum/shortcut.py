@@ -68,12 +68,13 @@ def follow(
 class _Lane(hooks.Hook):
     """One module that is followed; called before each of its calls."""
 
-    __slots__ = ("arrived", "flow", "grad_output", "input", "output", "place", "running", "seen")
+    __slots__ = ("arrived", "flow", "grad_output", "input", "notes", "output", "place", "running", "seen")
 
     def __init__(
         self, flow: Long, place: Place, kinds: Mapping[Kind, tuple[int, ...]], running: list[Any], seen: list[Any]
     ) -> None:
         self.flow, self.place, self.running, self.seen, self.arrived = flow, place, running, seen, flow.arrived
+        self.notes = flow.acted.notes
         self.input = kinds.get("input", ())  # the requests for it
         self.output = kinds.get("output", ())
         self.grad_output = kinds.get("grad_output", ())
@@ -97,7 +98,10 @@ class _Lane(hooks.Hook):
         if self.input:
             spot, shape = _tuple(Spot, (place, "input", number, (0,), (), self.input)), tensor.shape
             self.seen.append((spot, tensor.detach(), tensor._version, None, shape))
-            flow.acted.note(spot, tensor, node, shape)
+            if node is None:
+                flow.acted.at(tensor, spot)
+            else:
+                self.notes.append((spot, node._sequence_nr(), type(node), tensor.output_nr, shape))
         return None
 
 
@@ -128,19 +132,18 @@ class _Leaving(hooks.Hook):
             return flow.resume(place, begun, output)
         number, start, _, given, given_node = begun
         node: Any = output.grad_fn
-        if node is None:
-            if lane.grad_output or output.is_inference():
-                return flow.resume(place, begun, output)
-        elif node._sequence_nr() < start or (id(output) == given and node == given_node):
-            return flow.resume(place, begun, output)  # the module has not made it
-        shape = output.shape
+        if node is None or (made := node._sequence_nr()) < start or (id(output) == given and node == given_node):
+            return flow.resume(place, begun, output)  # there is nothing to wait for, or the module has not made it
+        shape, output_nr, notes = output.shape, output.output_nr, lane.notes
         if lane.output:
             spot = _tuple(Spot, (place, "output", number, (), (), lane.output))
             lane.seen.append((spot, output.detach(), output._version, None, shape))
-            flow.acted.note(spot, output, node, shape)
+            notes.append((spot, made, type(node), output_nr, shape))
+        if len(notes) > flow.acted.room:
+            flow.acted.sort()
         if lane.grad_output:
             spot = _tuple(Spot, (place, "grad_output", number, (), (), lane.grad_output))
-            flow.acted.note(spot, output, node, shape)
+            notes.append((spot, made, type(node), output_nr, shape))
             watch = _Waiting(spot, output, lane.arrived)
             watch.lane = lane
             flow.add(watch)

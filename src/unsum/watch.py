@@ -20,14 +20,14 @@ class Watch(hooks.Hook):
     Holds no part of the graph: a hook that reached its own graph would never be collected.
     """
 
-    __slots__ = ("_anchor", "_arrived", "_handle", "_moved", "_of_leaf", "_refusal", "spot")
+    __slots__ = ("_arrived", "_handle", "_moved", "_of_leaf", "_refusal", "anchor", "spot")
 
     def __init__(self, spot: Spot, tensor: Tensor, arrived: Arrived) -> None:
         self.spot = spot
         self._moved = False
         self._arrived: Arrived | None = arrived
         base = tensor._base
-        self._anchor = None if base is None else inplace.anchor(tensor, base)
+        self.anchor = None if base is None else inplace.anchor(tensor, base)
         self._of_leaf = base is not None and base.grad_fn is None
         self._refusal: str | None = None
         self._handle = hooks.on_gradient(tensor, self)
@@ -38,7 +38,7 @@ class Watch(hooks.Hook):
 
     def _at_base(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         """The same, where the view was changed in place and its base stands for it."""
-        anchor = self._anchor
+        anchor = self.anchor
         assert anchor is not None
         grad = grads[anchor.output]
         new = None if grad is None else self._hand_on(anchor.to_view(grad))
@@ -55,12 +55,12 @@ class Watch(hooks.Hook):
             grad = grad.clone()
         return self._arrived(self.spot, grad)
 
-    def follow_changes(self, roots: Sequence[Any]) -> None:
-        """Before a backward from `roots`: if the tensor was changed in place, wait where its gradient will be."""
-        if self._anchor is None or self._moved or not self._anchor.has_changed():
+    def follow_changes(self, anchor: inplace.Anchor, roots: Sequence[Any]) -> None:
+        """Before a backward from `roots`, the tensor having been changed in place: wait where its gradient will be."""
+        if self._moved:
             return
         try:
-            node = self._anchor.find(roots)
+            node = anchor.find(roots)
         except inplace.LostError as why:
             raise SiteError(
                 f"{self.spot}: the tensor was changed in place afterwards, and the gradient of its old value cannot "
