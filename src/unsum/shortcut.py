@@ -2,7 +2,7 @@
 
 Most calls are alike: a module gets one plain tensor and returns one, gradients are on, no checkpoint and no transform
 is around, and a capture keeps what flows by reference. Then all that `flow` would do comes down to the few steps here,
-in a third of the time. Each call is looked at anew; whatever is not ordinary about it goes the long way, from its
+in about a third of the time. Each call is looked at anew; whatever is not ordinary about it goes the long way, from its
 beginning or from its end.
 """
 
