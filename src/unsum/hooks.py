@@ -30,6 +30,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -123,6 +124,8 @@ def on_call(module: nn.Module, before: Callable[..., Any], after: Callable[..., 
 class Watcher(Protocol):
     """Something open that wants to know of calls of modules."""
 
+    passes: bool  # whether it need not be told of any call that begins now
+
     def before_call(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
         """Whether the end of this call is wanted as well."""
         ...
@@ -153,14 +156,21 @@ class _Seam:
         self._before: list[Callable[..., Any]] = []  # what was there, if ours is there
         self._local = threading.local()
 
+        local, before = self._local, self._before
+
         def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            watchers, call = self._local.__dict__.get("watchers"), self._before[0]
+            watchers = getattr(local, "watchers", None)
             if not watchers:
-                return call(module, *args, **kwargs)
-            if len(watchers) == 1 and is_compiled(module):
-                output = watchers[0].instead_of_call(module, args, kwargs)
-                if output is not NOTHING:
-                    return output
+                return before[0](module, *args, **kwargs)
+            if len(watchers) == 1:
+                watcher = watchers[0]
+                if watcher.passes:
+                    return before[0](module, *args, **kwargs)
+                if is_compiled(module):
+                    output = watcher.instead_of_call(module, args, kwargs)
+                    if output is not NOTHING:
+                        return output
+            call = before[0]
             begun = [watcher for watcher in watchers if watcher.before_call(module, args, kwargs)]
             if not begun:
                 return call(module, *args, **kwargs)
@@ -218,7 +228,7 @@ def on_calls(watcher: Watcher, modules: Iterable[nn.Module]) -> Callable[[], Non
     """Tell the watcher of all calls of modules in this thread. Returns what undoes it."""
     # To replace a slot of a class makes Python go through all its subclasses, of which there are hundreds, twice in a
     # step; but modules that were compiled in place have a `_call_impl` of their own.
-    compiled = any([module._compiled_call_impl is not None for module in modules])  # noqa: C419
+    compiled = set(map(id, map(attrgetter("_compiled_call_impl"), modules))) - {id(None)}
     return _seams["__call__" if compiled else "_call_impl"].open(watcher)
 
 
@@ -260,16 +270,29 @@ def on_node(node: Any, hook: Callable[[tuple[Tensor | None, ...]], tuple[Tensor 
     return handle
 
 
+def on_nodes(waiting: Iterable[tuple[Any, Callable[..., Any]]]) -> list[Handle]:
+    """`on_node` for many nodes."""
+    if _autocasts():
+        waiting = [(node, _exactly(hook)) for node, hook in waiting]
+    return [node.register_prehook(hook) for node, hook in waiting]
+
+
 def _autocasts() -> tuple[str, ...]:
     """The kinds of device on which a backward inside `torch.autocast` would round what we compute."""
+    if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
+        return ()
     return tuple(kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
 
 
 @contextlib.contextmanager
 def exactly() -> Iterator[None]:
     """What is computed within is not rounded by a `torch.autocast` of the user's."""
+    kinds = _autocasts()
+    if not kinds:
+        yield
+        return
     with contextlib.ExitStack() as stack:
-        for kind in _autocasts():
+        for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 

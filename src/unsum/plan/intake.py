@@ -233,23 +233,3 @@ def is_listened(parameter: nn.Parameter) -> bool:
 def listens_to_all() -> bool:
     """Whether a process group may wait for gradients: its hooks cannot be seen from here."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def accumulate(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
-    """Add to `.grad` as torch would: memory of its own, laid out as the parameter is."""
-    sums: tuple[list[Tensor], list[Tensor]] = ([], [])
-    copies: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for parameter, value in zip(parameters, values, strict=True):
-        if parameter.grad is not None:
-            sums[0].append(parameter.grad)
-            sums[1].append(value)
-        elif not value._is_view() and value.dtype == parameter.dtype and value.stride() == parameter.stride():
-            parameter.grad = value
-        else:
-            parameter.grad = torch.empty_like(parameter, requires_grad=False)
-            copies[0].append(parameter.grad)
-            copies[1].append(value)
-    if copies[0]:
-        torch._foreach_copy_(*copies)
-    if sums[0]:
-        torch._foreach_add_(*sums)

@@ -20,6 +20,7 @@ Signature = tuple[Hashable, ...]
 _KEPT = 1024
 _skeletons: OrderedDict[Hashable, Skeleton] = OrderedDict()
 _variable, _shape, _dtype = attrgetter("variable"), attrgetter("shape"), attrgetter("dtype")
+_training, _wanted = attrgetter("training"), attrgetter("requires_grad")
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +104,8 @@ def forward_key(
 ) -> tuple[Any, ...]:
     """What decides, before a forward, whether its graph is likely to be known: flags, shapes and dtypes."""
     return (
-        tuple([module.training for module in modules]),
-        tuple([parameter.requires_grad for parameter in parameters]),
+        tuple(map(_training, modules)),
+        tuple(map(_wanted, parameters)),
         tuple([(tuple(t.shape), t.dtype, t.requires_grad) for t in given]),
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cpu"),
