@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from unsum import hooks
 from unsum import samples as sample_maps
-from unsum.choice import choose
+from unsum.choice import choose, first_names
 from unsum.compiled.tapping import Tapped, Tapping
 from unsum.errors import OptionError, SamplesError, UnsupportedError
 from unsum.gathered import Gradients
@@ -88,7 +88,7 @@ class GradientsBlock:
             self._sides, self._forward.rows, self._found.unique(), self._found.by_id, self._forward.module_of,
             exact=options.exact, rules=options.rules, strict=options.strict,
         )  # fmt: skip
-        self._named = chosen.modules  # by id: the names hold the modules
+        self._named: dict[int, str] = {}  # modules by id, if others than the model are called from outside
         self._tapping: Tapping | None = None  # if a compiled module is called
         self._tapped: Tapped | None = None  # the compiled call that the backward under way goes through
         self._learning = False
@@ -128,7 +128,9 @@ class GradientsBlock:
         if not options.reducers or options.keep or not options.rules or options.exact or options.verify:
             return None
         wanted = {name: self._found.parameters[name] for name in self._found.by_id.values()}
-        self._tapping = Tapping(self._model, self._named, wanted, options.reducers, self._forward, grad=options.grad)
+        self._tapping = Tapping(
+            self._model, self._module_names(), wanted, options.reducers, self._forward, grad=options.grad
+        )
         return self._tapping
 
     def mark(self, tensor: Tensor) -> None:
@@ -147,12 +149,19 @@ class GradientsBlock:
         # In a backward, a checkpoint runs its forward again: that is not a new call.
         return bool(self._learning or self._forward.trying or self._adding or self not in hooks.here())
 
+    def _name_of(self, module: nn.Module) -> str | None:
+        return "" if module is self._model else self._module_names().get(id(module))
+
+    def _module_names(self) -> dict[int, str]:
+        self._named = self._named or first_names(self._names.modules)
+        return self._named
+
     def before_call(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
         if self.passes:  # inside a call that is known
             return False
-        name = self._named.get(id(module))
+        name = self._name_of(module)
         if name is None and hooks.is_compiled(module):  # what it calls was bound when it was compiled, and is not seen
-            name = self._named.get(id(unwrapped(module)))
+            name = self._name_of(unwrapped(module))
         if name is None or self._is_deaf():
             return False
         self._forward.before(name, module, args, kwargs)

@@ -1,4 +1,4 @@
-"""Which parameters a block is about, and the first name of each module and parameter: remembered from block to block.
+"""Which parameters a block is about, and the first name of each: remembered from block to block.
 
 What is remembered is made of names and numbers alone, and holds for exactly these: in every block it is compared with
 the names that the model has now, and with the identities of what they name."""
@@ -31,10 +31,9 @@ class _Choice:
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """The tree of a model, as names and numbers, and what follows from it."""
+    """The parameters of a model, as names and numbers, and what follows from them."""
 
     tree: tuple[tuple[Any, ...], ...]
-    modules: Mapping[int, str]
     choices: dict[tuple[str, tuple[bool, ...]], _Choice] = field(default_factory=dict)
 
 
@@ -45,7 +44,6 @@ class Chosen:
     parameters: dict[str, nn.Parameter]  # those that are chosen and to be trained, under all their names
     unique: dict[int, nn.Parameter]  # the same by id, tied ones once
     by_id: Mapping[int, str]  # the first name of each
-    modules: Mapping[int, str]  # the first name of each module, by id
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
@@ -68,20 +66,14 @@ def choose(names: Names, params: str) -> Chosen:
         dict(zip(choice.names, chosen, strict=True)),
         dict(zip(choice.ids, chosen, strict=True)),
         choice.by_id,
-        known.modules,
     )
 
 
 def _recall(names: Names, parameters: Sequence[nn.Parameter]) -> _Known:
-    tree = (
-        tuple(names.parameters),
-        tuple(map(id, parameters)),
-        tuple(names.modules),
-        tuple(map(id, names.modules.values())),
-    )
+    tree = tuple(names.parameters), tuple(map(id, parameters))
     known = _known.get(names.model)
     if known is None or known.tree != tree:
-        known = _known[names.model] = _Known(tree, _first(names.modules))
+        known = _known[names.model] = _Known(tree)
     return known
 
 
@@ -92,10 +84,11 @@ def _chosen(parameters: Mapping[str, nn.Parameter], params: str) -> _Choice:
     chosen = {name: p for name, p in parameters.items() if name in fits and p.requires_grad}
     places = [k for k, name in enumerate(parameters) if name in chosen]
     pick = itemgetter(*places) if len(places) > 1 else lambda things: [things[k] for k in places]
-    return _Choice(tuple(chosen), pick, tuple(map(id, chosen.values())), _first(chosen))
+    return _Choice(tuple(chosen), pick, tuple(map(id, chosen.values())), first_names(chosen))
 
 
-def _first(things: Mapping[str, object]) -> dict[int, str]:
+def first_names(things: Mapping[str, object]) -> dict[int, str]:
+    """The first name of each thing, by id."""
     found: dict[int, str] = {}
     for name, thing in things.items():
         found.setdefault(id(thing), name)

@@ -270,11 +270,11 @@ def on_node(node: Any, hook: Callable[[tuple[Tensor | None, ...]], tuple[Tensor 
     return handle
 
 
-def on_nodes(waiting: Iterable[tuple[Any, Callable[..., Any]]]) -> list[Handle]:
-    """`on_node` for many nodes."""
+def on_nodes(nodes: Iterable[Any], hooks: Iterable[Callable[..., Any]]) -> list[Handle]:
+    """`on_node` for many nodes, each with its own hook."""
     if _autocasts():
-        waiting = [(node, _exactly(hook)) for node, hook in waiting]
-    return [node.register_prehook(hook) for node, hook in waiting]
+        hooks = map(_exactly, hooks)
+    return [node.register_prehook(hook) for node, hook in zip(nodes, hooks, strict=True)]
 
 
 def _autocasts() -> tuple[str, ...]:

@@ -26,7 +26,7 @@ class Delivery:
 
     def put(self, parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
         """These are to be added to `.grad`, before `finish` returns."""
-        if len(values) == 1 and not values[0]._is_view():
+        if len(values) == 1:  # perhaps a part of what flows, which somebody may change in place: not to be waited with
             accumulate(parameters, values)
             return
         self._parameters += parameters

@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, eq
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from unsum.graph.nodes import Node
-from unsum.plan.skeleton import Skeleton, reader, skeleton
+from unsum.plan.skeleton import Read, Skeleton, reader, skeleton
 
 Signature = tuple[Hashable, ...]
 
@@ -67,9 +67,14 @@ def survey(roots: Iterable[Node], names: Mapping[int, str]) -> Survey:
             note(output)
     known = _known(nodes, tuple(map(type, nodes)), tuple(edges))
     leaves = list(map(_variable, known.leaves(nodes)))
-    saved: list[Hashable] = []
-    for read, pick in known.saved:
-        saved += map(read, pick(nodes))
+    return Survey(nodes, at, leaves, _signed(known, nodes, leaves, names))
+
+
+def _signed(known: Skeleton, nodes: list[Node], leaves: list[Tensor], names: Mapping[int, str]) -> Signature:
+    """The signature; the very one of the graph before if it is the same, so that a thousand objects need not be kept:
+    Python's collector would come for them in every step."""
+    last = known.last[0] if known.last else (known, (None,) * len(known.saved))
+    told = [_column(read, pick(nodes), old) for (read, pick), old in zip(known.saved, last[1], strict=True)]
     shapes: list[Hashable] = []
     for node in known.shown(nodes):
         metas = node._input_metadata
@@ -80,8 +85,17 @@ def survey(roots: Iterable[Node], names: Mapping[int, str]) -> Survey:
     # A parameter's name says which it is, but its shape may have changed since.
     called = tuple(map(names.get, map(id, leaves)))
     sized = leaves if None in called else list(map(_variable, known.sized(nodes)))
-    given = (called, tuple(map(_shape, sized)), tuple(map(_dtype, sized)))
-    return Survey(nodes, at, leaves, (known, tuple(saved), tuple(shapes), *given))
+    found = (known, tuple(told), tuple(shapes), called, tuple(map(_shape, sized)), tuple(map(_dtype, sized)))
+    if found != last:
+        known.last[:] = [found]
+        return found
+    return last
+
+
+def _column(read: Read, nodes: Sequence[Node], old: tuple[Hashable, ...] | None) -> tuple[Hashable, ...]:
+    if old is not None and all(map(eq, map(read, nodes), old)):
+        return old
+    return tuple(map(read, nodes))
 
 
 def _known(nodes: Sequence[Node], kinds: tuple[type, ...], edges: tuple[int | None, ...]) -> Skeleton:

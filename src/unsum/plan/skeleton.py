@@ -8,7 +8,7 @@ read. What follows, follows by what the operation is, whatever the numbers; kind
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -18,8 +18,8 @@ Pick = Callable[[Sequence[Node]], Sequence[Node]]
 Read = Callable[[Node], Hashable]
 
 # Kinds of which shapes and dtypes of all outputs follow from those at these edges and from the numbers that they have
-# saved, if none of these edges is missing. (Not softmax or sum, which may be asked for another dtype; not those that may
-# take a tensor or a number which has no edge.)
+# saved, if none of these edges is missing. (Not softmax or sum, which may be asked for another dtype; nor those that
+# may take a tensor or a number which has no edge.)
 _FOLLOWS = {
     **dict.fromkeys(
         (
@@ -54,6 +54,7 @@ class Skeleton:
     shown: Pick  # whose shapes are read
     saved: tuple[tuple[Read, Pick], ...]  # what is read of the nodes of each kind
     number: int  # a hash of kinds and edges
+    last: list[tuple[Any, ...]] = field(default_factory=list)  # the last signature of such a graph, if there was one
 
     def __hash__(self) -> int:
         return self.number
