@@ -30,7 +30,7 @@ from unsum.plan.arrived import Arrived
 from unsum.plan.clipping import Clipping
 from unsum.plan.forward import Forward
 from unsum.plan.grads import Delivery
-from unsum.plan.intake import Intake, is_listened, listens_to_all
+from unsum.plan.intake import Intake, are_listened, listens_to_all
 from unsum.plan.learn import Setting, inside, learn, number_of_samples
 from unsum.plan.memory import recall, remember
 from unsum.plan.plan import Plan
@@ -211,7 +211,7 @@ class GradientsBlock:
             raise
         if not skipped:
             return hooks.Wish(retain_graph=self._clipping.returns)
-        only = [leaf for leaf in seen.leaves if self._found.by_id.get(id(leaf)) not in skipped]
+        only = [leaf for leaf, name in zip(seen.leaves, seen.names, strict=True) if name not in skipped]
         return hooks.Wish(only, retain_graph=self._clipping.returns)
 
     def _begin_tapped(
@@ -298,8 +298,10 @@ class GradientsBlock:
             skipped = plan.cheap if any(takes) else frozenset()
         if not skipped or listens_to_all():
             return frozenset()
-        listened = [self._found.by_id[key] for key, p in self._setting.wanted.items() if is_listened(p)]
-        return skipped.difference(listened) if listened else skipped
+        wanted = self._setting.wanted
+        if not are_listened(wanted.values()):
+            return skipped
+        return skipped.difference(self._found.by_id[key] for key, p in wanted.items() if are_listened([p]))
 
     def _recall(
         self, call: hooks.Backward, seen: Survey, known: Mapping[Edge, Layout], calls: frozenset[int]

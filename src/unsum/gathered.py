@@ -26,7 +26,7 @@ class Group:
     """Samples that came together, and their gradients so far."""
 
     n: int
-    ids: Tensor
+    ids: Tensor | None = None  # None if samples have no ids of their own
     shares: dict[int, Share] = field(default_factory=dict)  # by the id of the parameter
     nobodys: dict[int, Tensor] = field(default_factory=dict)
 
@@ -80,8 +80,7 @@ class Gradients:
                 self._groups[calls] = merged
             again = True
         if not again:
-            ids = self._samples.ids
-            self._groups[calls] = Group(n, torch.arange(n) if ids is None else ids)
+            self._groups[calls] = Group(n, self._samples.ids)
         return calls, again
 
     def drop(self, calls: frozenset[int]) -> None:
@@ -100,7 +99,7 @@ class Gradients:
         self.backwards += 1
         shares = {key: Share(intake.n, kinds, scale, intake.versions[key]) for key, kinds in intake.kinds.items()}
         nobodys = {key: value if unscale is None else value * unscale for key, value in intake.nobodys.items()}
-        _add(self._groups[calls], Group(intake.n, torch.empty(0), shares, nobodys))
+        _add(self._groups[calls], Group(intake.n, None, shares, nobodys))
         if intake.meetings != self._last:
             self._add_meetings()
             self._last = intake.meetings
@@ -185,7 +184,7 @@ class Gradients:
         """The samples' ids, in the order of all results."""
         groups = self._ordered()
         if self._samples.ids is not None:
-            return torch.cat([group.ids for group in groups])
+            return torch.cat([group.ids for group in groups if group.ids is not None])
         return torch.arange(sum(group.n for group in groups))
 
     def sq_norms(self) -> Tensor:

@@ -30,6 +30,7 @@ class Survey:
     nodes: list[Node]  # level by level: the order follows from the edges alone
     at: dict[Node | None, Any]  # where each is in that order
     leaves: list[Tensor]  # that get a gradient
+    names: tuple[str | None, ...]  # of these
     signature: Signature
 
 
@@ -67,10 +68,11 @@ def survey(roots: Iterable[Node], names: Mapping[int, str]) -> Survey:
             note(output)
     known = _known(nodes, tuple(map(type, nodes)), tuple(edges))
     leaves = list(map(_variable, known.leaves(nodes)))
-    return Survey(nodes, at, leaves, _signed(known, nodes, leaves, names))
+    called = tuple(map(names.get, map(id, leaves)))
+    return Survey(nodes, at, leaves, called, _signed(known, nodes, leaves, called))
 
 
-def _signed(known: Skeleton, nodes: list[Node], leaves: list[Tensor], names: Mapping[int, str]) -> Signature:
+def _signed(known: Skeleton, nodes: list[Node], leaves: list[Tensor], called: tuple[str | None, ...]) -> Signature:
     """The signature; the very one of the graph before if it is the same, so that a thousand objects need not be kept:
     Python's collector would come for them in every step."""
     last = known.last[0] if known.last else (known, (None,) * len(known.saved))
@@ -83,7 +85,6 @@ def _signed(known: Skeleton, nodes: list[Node], leaves: list[Tensor], names: Map
             shapes.append(tuple(meta.shape))
             shapes.append(meta.dtype)
     # A parameter's name says which it is, but its shape may have changed since.
-    called = tuple(map(names.get, map(id, leaves)))
     sized = leaves if None in called else list(map(_variable, known.sized(nodes)))
     found = (known, tuple(told), tuple(shapes), called, tuple(map(_shape, sized)), tuple(map(_dtype, sized)))
     if found != last:
