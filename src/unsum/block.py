@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from unsum import hooks
 from unsum import samples as sample_maps
+from unsum.choice import choose, first_names
 from unsum.compiled.tapping import Tapped, Tapping
 from unsum.errors import OptionError, SamplesError, UnsupportedError
 from unsum.gathered import Gradients
@@ -28,7 +29,8 @@ from unsum.keeping import current_scale
 from unsum.plan.arrived import Arrived
 from unsum.plan.clipping import Clipping
 from unsum.plan.forward import Forward
-from unsum.plan.intake import Intake, accumulate, is_listened, listens_to_all
+from unsum.plan.grads import Delivery
+from unsum.plan.intake import Intake, are_listened, listens_to_all
 from unsum.plan.learn import Setting, inside, learn, number_of_samples
 from unsum.plan.memory import recall, remember
 from unsum.plan.plan import Plan
@@ -73,7 +75,8 @@ class GradientsBlock:
             raise OptionError("this block is open already; make another one with unsum.gradients(...)")
         self._open = True
         options = self._options
-        self._found = Gradients(self._names, options.params, options.samples, options.reducers, keep=options.keep)
+        chosen = choose(self._names, options.params)
+        self._found = Gradients(self._names, chosen, options.samples, options.reducers, keep=options.keep)
         self.acted = self._found.acted
         for reducer in options.reducers:
             if hasattr(reducer, "reset"):
@@ -85,13 +88,14 @@ class GradientsBlock:
             self._sides, self._forward.rows, self._found.unique(), self._found.by_id, self._forward.module_of,
             exact=options.exact, rules=options.rules, strict=options.strict,
         )  # fmt: skip
-        self._named = {module: name for name, module in reversed(self._names.modules.items())}
-        self._tapping = self._taps()
+        self._named: dict[int, str] = {}  # modules by id, if others than the model are called from outside
+        self._tapping: Tapping | None = None  # if a compiled module is called
         self._tapped: Tapped | None = None  # the compiled call that the backward under way goes through
         self._learning = False
         self._backwards: list[Run | None] = []  # under way, the innermost last
         self._adding: list[bool] = []  # whether each of them adds to .grad
         self._intake: Intake | None = None
+        self._delivery = Delivery()
         self._arrived = Arrived(self._setting.wanted, self._found.by_id)
         self._put_back: list[tuple[nn.Parameter, Tensor | None]] = []
         self._before: list[tuple[Any, Any]] = []  # reducers, and what they held before this backward
@@ -101,8 +105,9 @@ class GradientsBlock:
         self._scale: Tensor | float | None = None
         self._unscale: Tensor | float | None = None
         self._calls: frozenset[int] = frozenset()
+        self.passes = False  # whether calls inside the one under way need not be told
         self._blocks = hooks.open_block(self)
-        self._unwatch = hooks.on_calls(self, self._named)
+        self._unwatch = hooks.on_calls(self, self._names.modules.values())
         self._forward.open()
         return self._found
 
@@ -110,6 +115,7 @@ class GradientsBlock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._forward.close()
+        self.passes = False
         hooks.close_block(self, self._blocks)
         self._unwatch()
         del self._unwatch  # which knows this object
@@ -117,10 +123,15 @@ class GradientsBlock:
 
     def _taps(self) -> Tapping | None:
         options = self._options
+        if self._tapping is not None:
+            return self._tapping
         if not options.reducers or options.keep or not options.rules or options.exact or options.verify:
             return None
         wanted = {name: self._found.parameters[name] for name in self._found.by_id.values()}
-        return Tapping(self._model, self._named, wanted, options.reducers, self._forward, grad=options.grad)
+        self._tapping = Tapping(
+            self._model, self._module_names(), wanted, options.reducers, self._forward, grad=options.grad
+        )
+        return self._tapping
 
     def mark(self, tensor: Tensor) -> None:
         """Dimension 0 of this tensor is the samples."""
@@ -138,28 +149,37 @@ class GradientsBlock:
         # In a backward, a checkpoint runs its forward again: that is not a new call.
         return bool(self._learning or self._forward.trying or self._adding or self not in hooks.here())
 
+    def _name_of(self, module: nn.Module) -> str | None:
+        return "" if module is self._model else self._module_names().get(id(module))
+
+    def _module_names(self) -> dict[int, str]:
+        self._named = self._named or first_names(self._names.modules)
+        return self._named
+
     def before_call(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
-        if self._forward.passes:  # inside a call that is known
+        if self.passes:  # inside a call that is known
             return False
-        name = self._named.get(module)
+        name = self._name_of(module)
         if name is None and hooks.is_compiled(module):  # what it calls was bound when it was compiled, and is not seen
-            name = self._named.get(unwrapped(module))
+            name = self._name_of(unwrapped(module))
         if name is None or self._is_deaf():
             return False
         self._forward.before(name, module, args, kwargs)
+        self.passes = self._forward.passes
         return True
 
     def after_call(self, output: Any) -> None:
         self._forward.after(output)
+        self.passes = False
         self._found.forwards = self._forward.calls
         if self._tapping is not None and output is not None and not self._forward.is_inside:
             self._tapping.saw(output)
 
     def instead_of_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._tapping is None or self._is_deaf():
+        if self._is_deaf() or (tapping := self._taps()) is None:
             return hooks.NOTHING
         with hooks.alone(self) as is_alone:
-            output = self._tapping.call(module, args, kwargs) if is_alone else hooks.NOTHING
+            output = tapping.call(module, args, kwargs) if is_alone else hooks.NOTHING
         self._found.forwards = self._forward.calls
         return output
 
@@ -191,7 +211,7 @@ class GradientsBlock:
             raise
         if not skipped:
             return hooks.Wish(retain_graph=self._clipping.returns)
-        only = [leaf for leaf in seen.leaves if self._found.by_id.get(id(leaf)) not in skipped]
+        only = [leaf for leaf, name in zip(seen.leaves, seen.names, strict=True) if name not in skipped]
         return hooks.Wish(only, retain_graph=self._clipping.returns)
 
     def _begin_tapped(
@@ -222,6 +242,7 @@ class GradientsBlock:
             reducer.restore(held)
         self._before = []
         self._clipping.leave()
+        self._delivery.forget()
         if self._is_new:
             self._found.drop(self._calls)
 
@@ -236,7 +257,7 @@ class GradientsBlock:
             keep=options.keep, scale=self._scale, check=self._is_checked,
             skipped=skipped if options.grad else frozenset(),
             only=None if not call.inputs else {id(given) for given in call.inputs if isinstance(given, Tensor)},
-            deliver=self._deliver,
+            deliver=self._delivery.put if options.grad else _drop,
         )  # fmt: skip
         self._start(plan, nodes)
         if len(call.roots) == 1:
@@ -277,12 +298,10 @@ class GradientsBlock:
             skipped = plan.cheap if any(takes) else frozenset()
         if not skipped or listens_to_all():
             return frozenset()
-        listened = [self._found.by_id[key] for key, p in self._setting.wanted.items() if is_listened(p)]
-        return skipped.difference(listened) if listened else skipped
-
-    def _deliver(self, parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
-        if self._options.grad:
-            accumulate(parameters, values)
+        wanted = self._setting.wanted
+        if not are_listened(wanted.values()):
+            return skipped
+        return skipped.difference(self._found.by_id[key] for key, p in wanted.items() if are_listened([p]))
 
     def _recall(
         self, call: hooks.Backward, seen: Survey, known: Mapping[Edge, Layout], calls: frozenset[int]
@@ -398,6 +417,7 @@ class GradientsBlock:
             if self._is_checked:
                 self._arrived.check(intake.found)
             intake.finish()
+            self._delivery.finish()
             self._clipping.finish(self._scale)
             self._saved.forget()
         except BaseException:
@@ -421,6 +441,10 @@ class GradientsBlock:
         self._before = []
 
 
+def _drop(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
+    """Nobody wants these in `.grad`."""
+
+
 def _roots(call: hooks.Backward) -> list[Node]:
     """The nodes from which a backward starts."""
     return [node for node, _ in map(place, call.roots) if node is not None]
@@ -428,6 +452,8 @@ def _roots(call: hooks.Backward) -> list[Node]:
 
 def _refuse(names: Names) -> None:
     """Models of which no sample's gradient can be told."""
+    if "DTensor" not in {kind.__name__ for kind in set(map(type, names.parameters.values()))}:
+        return
     for name, parameter in names.parameters.items():
         if type(parameter).__name__ == "DTensor":
             raise UnsupportedError(

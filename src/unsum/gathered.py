@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from unsum.acted import Acted
+from unsum.choice import Chosen
 from unsum.coverage import rows, table
-from unsum.errors import OptionError, SamplesError
+from unsum.errors import SamplesError
 from unsum.factors.factors import Factors, Share
 from unsum.plan.intake import Intake
 from unsum.plan.plan import Meeting
@@ -26,7 +26,7 @@ class Group:
     """Samples that came together, and their gradients so far."""
 
     n: int
-    ids: Tensor
+    ids: Tensor | None = None  # None if samples have no ids of their own
     shares: dict[int, Share] = field(default_factory=dict)  # by the id of the parameter
     nobodys: dict[int, Tensor] = field(default_factory=dict)
 
@@ -47,29 +47,21 @@ class Gradients:
     """
 
     def __init__(
-        self, names: Names, params: str, samples: Samples, reducers: Sequence[Reducer] = (), *, keep: bool = True
+        self, names: Names, chosen: Chosen, samples: Samples, reducers: Sequence[Reducer] = (), *, keep: bool = True
     ) -> None:
         self._names, self._samples = names, samples
         self.acted = Acted("split")
         self._reducers, self._keep = reducers, keep
-        if not isinstance(params, str):
-            raise OptionError(f"params={params!r}: a glob that chooses parameters by name, such as 'blocks.*.weight'")
-        chosen = fnmatch.filter(names.parameters, params)
-        if not chosen and params != "*":
-            raise OptionError(
-                f"params={params!r} fits no parameter; there are: {', '.join(list(names.parameters)[:8])}"
-            )
-        self.parameters = {name: p for name in chosen if (p := names.parameters[name]).requires_grad}
-        self.by_id: dict[int, str] = {}  # the first name of each
-        for name, parameter in self.parameters.items():
-            self.by_id.setdefault(id(parameter), name)
+        self.parameters, self._unique = chosen.parameters, chosen.unique
+        self.by_id = chosen.by_id  # the first name of each
         self.forwards = self.backwards = 0
         self._groups: dict[frozenset[int], Group] = {}
-        self._meetings: dict[int, dict[Meeting, None]] = {}
+        self._meetings: dict[int, dict[Meeting, None]] = {}  # by the id of the parameter, of all backwards but the last
+        self._last: Mapping[int, Mapping[Meeting, None]] = {}
 
     def unique(self) -> dict[int, nn.Parameter]:
         """The parameters by id, tied ones once."""
-        return {id(p): p for p in self.parameters.values()}
+        return self._unique
 
     # ---- what comes in --------------------------------------------------------------------------------------------
 
@@ -88,8 +80,7 @@ class Gradients:
                 self._groups[calls] = merged
             again = True
         if not again:
-            ids = self._samples.ids
-            self._groups[calls] = Group(n, torch.arange(n) if ids is None else ids)
+            self._groups[calls] = Group(n, self._samples.ids)
         return calls, again
 
     def drop(self, calls: frozenset[int]) -> None:
@@ -108,13 +99,20 @@ class Gradients:
         self.backwards += 1
         shares = {key: Share(intake.n, kinds, scale, intake.versions[key]) for key, kinds in intake.kinds.items()}
         nobodys = {key: value if unscale is None else value * unscale for key, value in intake.nobodys.items()}
-        _add(self._groups[calls], Group(intake.n, torch.empty(0), shares, nobodys))
-        for key, met in intake.meetings.items():
+        _add(self._groups[calls], Group(intake.n, None, shares, nobodys))
+        if intake.meetings != self._last:
+            self._add_meetings()
+            self._last = intake.meetings
+
+    def _add_meetings(self) -> None:
+        for key, met in self._last.items():
             self._meetings.setdefault(key, {}).update(met)
+        self._last = {}
 
     def tapped(self, meetings: dict[str, dict[Meeting, None]]) -> None:
         """A backward of a compiled model has gone to the reducers."""
         self.backwards += 1
+        self._add_meetings()
         for key, name in self.by_id.items():
             self._meetings.setdefault(key, {}).update(meetings.get(name, {}))
 
@@ -178,6 +176,7 @@ class Gradients:
     def coverage_rows(self) -> tuple[list[tuple[str, ...]], str]:
         """The same as rows, headings first, and the share that rules cover, in words."""
         kept = {key: group.shares[key] for group in self._groups.values() for key in self.by_id if key in group.shares}
+        self._add_meetings()
         return rows(self.by_id, self.unique(), self._meetings, kept)
 
     @property
@@ -185,7 +184,7 @@ class Gradients:
         """The samples' ids, in the order of all results."""
         groups = self._ordered()
         if self._samples.ids is not None:
-            return torch.cat([group.ids for group in groups])
+            return torch.cat([group.ids for group in groups if group.ids is not None])
         return torch.arange(sum(group.n for group in groups))
 
     def sq_norms(self) -> Tensor:

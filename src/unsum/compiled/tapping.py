@@ -120,7 +120,7 @@ class Tapping:
     def __init__(
         self,
         model: nn.Module,
-        names: Mapping[nn.Module, str],
+        names: Mapping[int, str],  # of modules, by id
         wanted: Mapping[str, nn.Parameter],
         reducers: Sequence[Any],
         forward: Forward,
@@ -143,7 +143,7 @@ class Tapping:
     def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a compiled module with taps; `hooks.NOTHING` if it is to run eagerly."""
         inner = unwrapped(module)
-        name = self._names.get(inner)
+        name = self._names.get(id(inner))
         if name is None or not torch.is_grad_enabled() or self._has_no_forms():
             return hooks.NOTHING
         self._module = module

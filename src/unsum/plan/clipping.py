@@ -26,7 +26,7 @@ class Clipping:
         self, reducers: Sequence[Reducer], wanted: Mapping[int, nn.Parameter], names: Mapping[int, str]
     ) -> None:
         self._reducers = [reducer for reducer in reducers if isinstance(reducer, WeightedSum) and reducer.clips]
-        self._parameters = {name: wanted[key] for key, name in names.items()}
+        self._parameters = {name: wanted[key] for key, name in names.items()} if self._reducers else {}
         self._again: Again | None = None
         self._returning: list[tuple[WeightedSum, frozenset[str]]] = []  # and the parameters that a second one is for
 
@@ -37,6 +37,8 @@ class Clipping:
 
     def begin(self, plan: Plan, nodes: Sequence[Node], call: hooks.Backward, is_unheard: Callable[[], bool]) -> None:
         """Choose what is held in the backward that begins. A second one only where `is_unheard()`."""
+        if not self._reducers:
+            return
         again = functools.cache(lambda: self._able(plan, nodes, call) if is_unheard() else frozenset())
         for reducer in self._reducers:
             names = reducer.decide(plan.sizes, self._parameters, again)

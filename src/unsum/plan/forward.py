@@ -246,15 +246,18 @@ class Forward:
 
     def find(self, nodes: Sequence[Node]) -> tuple[dict[Edge, Layout], frozenset[int]]:
         """Those of these nodes whose samples are known, and the calls that made them."""
-        numbers = {number for _, number, _ in self._known}
+        alive = [key for key, known in self._known.items() if known.token() is not None]
+        numbers = {number for _, number, _ in alive}
         found: dict[Edge, Known] = {}
-        for node in [node for node in nodes if node._sequence_nr() in numbers]:
-            if is_leaf(node):
+        for node in nodes:
+            if node._sequence_nr() not in numbers or is_leaf(node):
                 continue
             for output in range(len(node._input_metadata)):
                 entry = self._known.get((node.name(), node._sequence_nr(), output))
                 if entry is not None and token(node) is entry.token():
                     found[node, output] = entry
+            if len(found) == len(alive):  # as a rule near the roots: the model's output
+                break
         if any(entry.marked for entry in found.values()):
             found = {edge: entry for edge, entry in found.items() if entry.marked}
         calls = frozenset(entry.call for entry in found.values())

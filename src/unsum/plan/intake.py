@@ -4,6 +4,7 @@ gradients that torch was spared are put where they belong."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from unsum.plan.together import Together
 from unsum.plan.unchanged import Held, refuse_changed, versions
 from unsum.reducers import Norms, Reducer
 from unsum.weighted import WeightedSum
+
+_hooks, _later_hooks = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 
 class Intake:
@@ -225,31 +228,11 @@ class Intake:
                 other.take(name, factors)
 
 
-def is_listened(parameter: nn.Parameter) -> bool:
-    """Whether hooks of the user's wait for a parameter's gradient, which is then left to torch."""
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+def are_listened(parameters: Collection[nn.Parameter]) -> bool:
+    """Whether hooks of the user's wait for the gradient of any of these, which is then left to torch."""
+    return any(map(_hooks, parameters)) or any(map(_later_hooks, parameters))
 
 
 def listens_to_all() -> bool:
     """Whether a process group may wait for gradients: its hooks cannot be seen from here."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def accumulate(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
-    """Add to `.grad` as torch would: memory of its own, laid out as the parameter is."""
-    sums: tuple[list[Tensor], list[Tensor]] = ([], [])
-    copies: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for parameter, value in zip(parameters, values, strict=True):
-        if parameter.grad is not None:
-            sums[0].append(parameter.grad)
-            sums[1].append(value)
-        elif not value._is_view() and value.dtype == parameter.dtype and value.stride() == parameter.stride():
-            parameter.grad = value
-        else:
-            parameter.grad = torch.empty_like(parameter, requires_grad=False)
-            copies[0].append(parameter.grad)
-            copies[1].append(value)
-    if copies[0]:
-        torch._foreach_copy_(*copies)
-    if sums[0]:
-        torch._foreach_add_(*sums)

@@ -18,13 +18,13 @@ _plans: weakref.WeakKeyDictionary[nn.Module, OrderedDict[Hashable, Plan]] = weak
 _forwards: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Seen]] = weakref.WeakKeyDictionary()
 
 
-def recall(model: nn.Module, key: Hashable, found: Sequence[Node]) -> tuple[Plan, list[Node]] | None:
+def recall(model: nn.Module, key: Hashable, found: Sequence[Node]) -> tuple[Plan, Sequence[Node]] | None:
     """The plan of a graph that was learnt before, by any block, and the graph's nodes in the order of the plan."""
     plans = _plans.get(model)
     plan = None if plans is None else plans.get(key)
     if plans is None or plan is None:
         return None
-    nodes = [found[k] for k in plan.order]
+    nodes = plan.in_order(found)
     fitted = plan.fitted(nodes)
     if fitted is None:
         return None

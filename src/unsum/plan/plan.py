@@ -3,9 +3,10 @@ holds no graph and fits every later graph with the same signature."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,6 +92,14 @@ class Plan:
     tried: set[Meeting] = field(default_factory=set)  # the first of each team, once it was compared with itself alone
     recordings: dict[Hashable, dict[Any, Recording]] = field(default_factory=dict)  # of meetings, by what is wanted
     order: tuple[int, ...] = ()  # which of the nodes of a survey is at each place
+
+    def in_order(self, found: Sequence[Node]) -> Sequence[Node]:
+        """The nodes of a survey, each at its place."""
+        return self._pick(found) if len(self.order) > 1 else [found[k] for k in self.order]
+
+    @cached_property
+    def _pick(self) -> Callable[[Sequence[Node]], tuple[Node, ...]]:
+        return itemgetter(*self.order)
 
     @cached_property
     def alone(self) -> frozenset[str]:

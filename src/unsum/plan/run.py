@@ -93,9 +93,12 @@ class Run:
         ruled: Container[int] = () if self._doubts else self.plan.ruled
         self._digests = None if self._doubts else self._to.digests(self.plan, self._nodes)
         shortly = self._ruled if self._digests is None else self._digested
-        for place in self.plan.owned:
-            then = self._waiting if place in waiting else shortly if place in ruled else self._owned
-            self._handles.append(hooks.on_node(self._nodes[place], partial(then, place)))
+        wait, own = self._waiting, self._owned  # one of each, not one for each node
+        ways = [
+            partial(wait if place in waiting else shortly if place in ruled else own, place)
+            for place in self.plan.owned
+        ]
+        self._handles += hooks.on_nodes([self._nodes[place] for place in self.plan.owned], ways)
         for places, then in (
             (self.plan.streamed, self._passed), (self.plan.nobodys, self._nobodys)
         ):  # fmt: skip

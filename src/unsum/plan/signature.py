@@ -1,21 +1,26 @@
-"""Is this the graph that was learnt? Names, edges, shapes, everything that nodes have saved which is no tensor (a
+"""Is this the graph that was learnt? Kinds, edges, shapes, everything that nodes have saved which is no tensor (a
 roll's shift, a select's index), and the parameters by name: read in one walk, in every step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, eq
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unsum.graph.nodes import Leaf, Node
+from unsum.graph.nodes import Node
+from unsum.plan.skeleton import Read, Skeleton, reader, skeleton
 
 Signature = tuple[Hashable, ...]
 
-_readers: dict[type, Callable[[Node], Hashable]] = {}  # what nodes of each kind save beside tensors
+_KEPT = 1024
+_skeletons: OrderedDict[Hashable, Skeleton] = OrderedDict()
+_variable, _shape, _dtype = attrgetter("variable"), attrgetter("shape"), attrgetter("dtype")
+_training, _wanted = attrgetter("training"), attrgetter("requires_grad")
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,12 +30,14 @@ class Survey:
     nodes: list[Node]  # level by level: the order follows from the edges alone
     at: dict[Node | None, Any]  # where each is in that order
     leaves: list[Tensor]  # that get a gradient
+    names: tuple[str | None, ...]  # of these
     signature: Signature
 
 
 @dataclass(frozen=True)
 class Key:
-    """What a plan is remembered by. Its hash leaves the signature out, which is long and compared in any case."""
+    """What a plan is remembered by. Its hash takes of the signature the skeleton alone: the rest is long, and compared
+    in any case."""
 
     signature: Signature
     cut: Hashable
@@ -38,65 +45,73 @@ class Key:
     exact: bool
 
     def __hash__(self) -> int:
-        return hash((len(self.signature), self.cut, self.roots, self.exact))
+        return hash((self.signature[0], self.cut, self.roots, self.exact))
 
 
 def survey(roots: Iterable[Node], names: Mapping[int, str]) -> Survey:
     """Walk the graph. Two graphs have the same signature only if they are alike, node by node.
 
-    The signature is flat, since a thousand tuples in every step cost more than what is in them: of a node its kind and
-    what it has saved, then pairs of whole numbers for edges, then pairs of shape and dtype; of a parameter its name."""
+    The signature is in columns, since a thousand tuples in every step cost more than what is in them, and because
+    columns are read and compared without a line of Python for each node."""
     nodes: list[Node] = list(dict.fromkeys(roots))
     at: dict[Node | None, Any] = {node: k for k, node in enumerate(nodes)}
     at[None] = None
-    leaves: list[Tensor] = []
-    found: list[Any] = []
+    edges: list[Any] = []
+    size, find, note, add = len(nodes), at.setdefault, edges.append, nodes.append
     for node in nodes:  # which grows meanwhile
-        kind = type(node)
-        if kind is Leaf:
-            leaf = node.variable
-            leaves.append(leaf)
-            found.append(names.get(id(leaf)) or (leaf.shape, leaf.dtype))
-            continue
-        read = _readers.get(kind)
-        if read is None:
-            read = _readers[kind] = _reader(node)
-        found.append(kind)
-        found.append(read(node))
         for child, output in node.next_functions:
-            if child not in at:
-                at[child] = len(nodes)
-                nodes.append(child)
-            found += (at[child], output)
-        for meta in node._input_metadata:
-            found += (tuple(meta.shape), meta.dtype)
-    return Survey(nodes, at, leaves, tuple(found))
+            place = find(child, size)
+            if place == size:
+                size += 1
+                add(child)
+            note(place)
+            note(output)
+    known = _known(nodes, tuple(map(type, nodes)), tuple(edges))
+    leaves = list(map(_variable, known.leaves(nodes)))
+    called = tuple(map(names.get, map(id, leaves)))
+    return Survey(nodes, at, leaves, called, _signed(known, nodes, leaves, called))
+
+
+def _signed(known: Skeleton, nodes: list[Node], leaves: list[Tensor], called: tuple[str | None, ...]) -> Signature:
+    """The signature; the very one of the graph before if it is the same, so that a thousand objects need not be kept:
+    Python's collector would come for them in every step."""
+    last = known.last[0] if known.last else (known, (None,) * len(known.saved))
+    told = [_column(read, pick(nodes), old) for (read, pick), old in zip(known.saved, last[1], strict=True)]
+    shapes: list[Hashable] = []
+    for node in known.shown(nodes):
+        metas = node._input_metadata
+        shapes.append(len(metas))
+        for meta in metas:  # not kept: torch takes longer to make the next while it is
+            shapes.append(tuple(meta.shape))
+            shapes.append(meta.dtype)
+    # A parameter's name says which it is, but its shape may have changed since.
+    sized = leaves if None in called else list(map(_variable, known.sized(nodes)))
+    found = (known, tuple(told), tuple(shapes), called, tuple(map(_shape, sized)), tuple(map(_dtype, sized)))
+    if found != last:
+        known.last[:] = [found]
+        return found
+    return last
+
+
+def _column(read: Read, nodes: Sequence[Node], old: tuple[Hashable, ...] | None) -> tuple[Hashable, ...]:
+    if old is not None and all(map(eq, map(read, nodes), old)):
+        return old
+    return tuple(map(read, nodes))
+
+
+def _known(nodes: Sequence[Node], kinds: tuple[type, ...], edges: tuple[int | None, ...]) -> Skeleton:
+    found = _skeletons.get((kinds, edges))
+    if found is None:
+        found = _skeletons[kinds, edges] = skeleton(nodes, kinds, edges)
+        while len(_skeletons) > _KEPT:
+            _skeletons.popitem(last=False)
+    return found
 
 
 def plain(node: Node) -> Hashable:
     """The kind of a node, and what it has saved that is no tensor."""
-    kind = type(node)
-    read = _readers.get(kind)
-    if read is None:
-        read = _readers[kind] = _reader(node)
-    return kind, read(node)
-
-
-def _reader(node: Node) -> Callable[[Node], Hashable]:
-    kind = type(node)
-    names = [name for name in dir(node) if name.startswith("_saved_") and not hasattr(kind, f"_raw{name}")]
-    if kind.__name__ != node.name():  # one type for nodes of several kinds
-        return lambda node: (node.name(), *[_hashable(getattr(node, name)) for name in names])
-    if not names:
-        return lambda node: None
-    read = attrgetter(*names)
-    if all(not isinstance(getattr(node, name), list) and isinstance(getattr(node, name), Hashable) for name in names):
-        return read
-    return lambda node: tuple([_hashable(getattr(node, name)) for name in names])
-
-
-def _hashable(value: Any) -> Hashable:
-    return tuple(value) if isinstance(value, list) else value if isinstance(value, Hashable) else repr(value)
+    read = reader(node)
+    return type(node), None if read is None else read(node)
 
 
 def forward_key(
@@ -104,8 +119,8 @@ def forward_key(
 ) -> tuple[Any, ...]:
     """What decides, before a forward, whether its graph is likely to be known: flags, shapes and dtypes."""
     return (
-        tuple([module.training for module in modules]),
-        tuple([parameter.requires_grad for parameter in parameters]),
+        tuple(map(_training, modules)),
+        tuple(map(_wanted, parameters)),
         tuple([(tuple(t.shape), t.dtype, t.requires_grad) for t in given]),
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cpu"),

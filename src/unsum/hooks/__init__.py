@@ -1,4 +1,4 @@
-"""The only file that registers anything with PyTorch: hooks on modules and tensors, the watching of calls, and the
+"""The only package that registers anything with PyTorch: hooks on modules and tensors, the watching of `calls`, and the
 catching of `backward`.
 
 Everything here is undone by what it returns, or by `close`; nothing is active while no block is open.
@@ -9,9 +9,6 @@ on the engine's own worker threads (CUDA), to which torch carries its thread-loc
 **Catching backward.** `Tensor.backward`, `torch.autograd.backward` and `torch.autograd.grad` all end in one function,
 which is replaced while a block is open. A TorchFunctionMode would also see them, but every torch call would pass
 through it (up to 13 % of a step); replacing the public functions misses whoever imported them by name.
-
-**Watching calls.** A block that wants to know of every call, but changes none, replaces a method of `nn.Module` while
-it is open: hooks on every module would take longer to register, and make every call slower.
 
 **One thread.** Torch runs the nodes of a GPU's tensors on a thread of its own. Handing Python's lock to and fro for
 every hook can cost more than the hooks themselves (a step with norms took twice as long as it does now), so a backward
@@ -41,6 +38,13 @@ from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from unsum.errors import UnsupportedError
+from unsum.hooks.calls import NOTHING as NOTHING
+from unsum.hooks.calls import Watcher as Watcher
+from unsum.hooks.calls import is_compiled as is_compiled
+from unsum.hooks.calls import on_calls as on_calls
+from unsum.hooks.calls import unwatched
+from unsum.hooks.listening import count_listening
+from unsum.hooks.listening import listened as listened
 
 _KEY = "unsum.blocks"
 _lock = threading.Lock()
@@ -153,108 +157,6 @@ def off_plain_call(module: nn.Module, key: int) -> None:
     module._forward_hooks_always_called.pop(key, None)
 
 
-class Watcher(Protocol):
-    """Something open that wants to know of calls of modules."""
-
-    def before_call(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
-        """Whether the end of this call is wanted as well."""
-        ...
-
-    def after_call(self, output: Any) -> None:
-        """A call is over; None if it raised."""
-        ...
-
-    def instead_of_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run a compiled module in another way, if nobody else watches; NOTHING for the usual one."""
-        ...
-
-
-NOTHING = object()
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether this is what `torch.compile(module)` gives, or a module after `module.compile()`."""
-    return module._compiled_call_impl is not None or "dynamo_ctx" in module.__dict__
-
-
-class _Seam:
-    """A method of `nn.Module` through which calls pass, replaced while somebody watches."""
-
-    def __init__(self, method: str) -> None:
-        self._method = method
-        self._watching: list[Watcher] = []  # in all threads
-        self._before: list[Callable[..., Any]] = []  # what was there, if ours is there
-        self._local = threading.local()
-
-        def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            watchers, call = self._local.__dict__.get("watchers"), self._before[0]
-            if not watchers:
-                return call(module, *args, **kwargs)
-            if len(watchers) == 1 and is_compiled(module):
-                output = watchers[0].instead_of_call(module, args, kwargs)
-                if output is not NOTHING:
-                    return output
-            begun = [watcher for watcher in watchers if watcher.before_call(module, args, kwargs)]
-            if not begun:
-                return call(module, *args, **kwargs)
-            output = None
-            try:
-                output = call(module, *args, **kwargs)
-            finally:
-                for watcher in reversed(begun):
-                    watcher.after_call(output)
-            return output
-
-        self._watched = watched
-
-    def open(self, watcher: Watcher) -> Callable[[], None]:
-        """Tell the watcher of calls in this thread. Returns what ends it, from any thread and in any order."""
-        watchers: list[Watcher] = self._local.__dict__.setdefault("watchers", [])
-        watchers.append(watcher)
-        with _lock:
-            self._watching.append(watcher)
-            present = getattr(nn.Module, self._method)
-            if not self._before or present is self._before[0]:  # else ours is there, or below somebody's own
-                self._before[:] = [present]
-                setattr(nn.Module, self._method, self._watched)
-        return functools.partial(self._close, watcher, watchers)
-
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """As if nobody watched, for the only one who does."""
-        watchers, present = self._local.__dict__.get("watchers", []), getattr(nn.Module, self._method)
-        if present is not self._watched:
-            yield
-            return
-        self._local.watchers = []
-        setattr(nn.Module, self._method, self._before[0])
-        try:
-            yield
-        finally:
-            self._local.watchers = watchers
-            setattr(nn.Module, self._method, present)
-
-    def _close(self, watcher: Watcher, watchers: list[Watcher]) -> None:
-        watchers.remove(watcher)
-        with _lock:
-            self._watching.remove(watcher)
-            if (
-                not self._watching and getattr(nn.Module, self._method) is self._watched
-            ):  # else somebody's own is over it
-                setattr(nn.Module, self._method, self._before.pop())
-
-
-_seams = {method: _Seam(method) for method in ("_call_impl", "__call__")}
-
-
-def on_calls(watcher: Watcher, modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """Tell the watcher of all calls of modules in this thread. Returns what undoes it."""
-    # To replace a slot of a class makes Python go through all its subclasses, of which there are hundreds, twice in a
-    # step; but modules that were compiled in place have a `_call_impl` of their own.
-    compiled = any([module._compiled_call_impl is not None for module in modules])  # noqa: C419
-    return _seams["__call__" if compiled else "_call_impl"].open(watcher)
-
-
 @contextlib.contextmanager
 def alone(block: Block) -> Iterator[bool]:
     """Whether no other block is open, in any thread; none is opened within."""
@@ -268,7 +170,7 @@ def aside() -> Iterator[None]:
     blocks, _local.blocks = _local.blocks, []
     stance = torch.compiler.set_stance("default")
     try:
-        with _seams["__call__"].aside(), _seams["_call_impl"].aside():  # what torch compiles must not go through them
+        with unwatched():  # what torch compiles must not go through what watches
             yield
     finally:
         stance.__exit__(None, None, None)
@@ -316,16 +218,29 @@ def on_node(node: Any, hook: Callable[[tuple[Tensor | None, ...]], tuple[Tensor 
     return handle
 
 
+def on_nodes(nodes: Iterable[Any], hooks: Iterable[Callable[..., Any]]) -> list[Handle]:
+    """`on_node` for many nodes, each with its own hook."""
+    if _autocasts():
+        hooks = map(_exactly, hooks)
+    return [node.register_prehook(hook) for node, hook in zip(nodes, hooks, strict=True)]
+
+
 def _autocasts() -> tuple[str, ...]:
     """The kinds of device on which a backward inside `torch.autocast` would round what we compute."""
+    if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
+        return ()
     return tuple(kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
 
 
 @contextlib.contextmanager
 def exactly() -> Iterator[None]:
     """What is computed within is not rounded by a `torch.autocast` of the user's."""
+    kinds = _autocasts()
+    if not kinds:
+        yield
+        return
     with contextlib.ExitStack() as stack:
-        for kind in _autocasts():
+        for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
@@ -414,42 +329,11 @@ def _begin() -> None:
 
     autograd._engine_run_backward = caught
     _undo.append(restore)
-    _undo.append(_count_listening())
+    _undo.append(count_listening(_Hook))
     if "torch._dynamo" in sys.modules:
         stance = torch.compiler.set_stance("force_eager")
         stance.__enter__()
         _undo.append(lambda: stance.__exit__(None, None, None))
-
-
-def listened() -> int:
-    """How often the user has put a hook on a tensor, or asked for its `.grad`, in this thread, a block being open."""
-    return getattr(_local, "listened", 0)
-
-
-def _count_listening() -> Callable[[], None]:
-    """Whether somebody listens to a gradient cannot be asked of a graph: it is counted where hooks are registered."""
-    register, retain = Tensor.register_hook, Tensor.retain_grad
-
-    def register_hook(self: Tensor, hook: Any) -> Any:
-        if not isinstance(hook, _Hook):
-            _local.listened = listened() + 1
-        return register(self, hook)
-
-    def retain_grad(self: Tensor) -> None:
-        _local.listened = listened() + 1
-        retain(self)
-
-    Tensor.register_hook, Tensor.retain_grad = register_hook, retain_grad  # type: ignore[method-assign, assignment]
-
-    def restore() -> None:
-        if Tensor.register_hook is register_hook:  # else somebody has put his own over it since
-            Tensor.register_hook = register  # type: ignore[method-assign]
-        if Tensor.__dict__.get("retain_grad") is retain_grad:
-            del Tensor.retain_grad  # what it inherits is seen again
-            if Tensor.retain_grad is not retain:
-                Tensor.retain_grad = retain  # type: ignore[method-assign]
-
-    return restore
 
 
 def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
