@@ -28,6 +28,7 @@ from unsum.keeping import current_scale
 from unsum.plan.arrived import Arrived
 from unsum.plan.clipping import Clipping
 from unsum.plan.forward import Forward
+from unsum.plan.grouped import left_to_torch
 from unsum.plan.intake import Intake, accumulate, is_listened, listens_to_all
 from unsum.plan.learn import Setting, inside, learn, number_of_samples
 from unsum.plan.memory import recall, remember
@@ -230,7 +231,7 @@ class GradientsBlock:
         options = self._options
         self._begin_reducers(plan.n, again)
         self._clipping.begin(plan, nodes, call, self._is_unheard)
-        skipped = self._skipped(call, plan)
+        skipped = self._skipped(call, plan, nodes)
         self._intake = Intake(
             plan, self._setting.wanted, self._found.by_id, options.reducers,
             keep=options.keep, scale=self._scale, check=self._is_checked,
@@ -266,7 +267,7 @@ class GradientsBlock:
                 reducer.select(self._calls, self._forward.positions)
             reducer.begin(n, again)
 
-    def _skipped(self, call: hooks.Backward, plan: Plan) -> frozenset[str]:
+    def _skipped(self, call: hooks.Backward, plan: Plan, nodes: Sequence[Node]) -> frozenset[str]:
         """The parameters whose gradient torch need not compute."""
         if call.inputs or not call.accumulates or self._is_checked or len(hooks.here()) != 1:
             return frozenset()
@@ -275,6 +276,8 @@ class GradientsBlock:
         else:
             takes = [isinstance(r, Norms) or (isinstance(r, WeightedSum) and r.clips) for r in self._options.reducers]
             skipped = plan.cheap if any(takes) else frozenset()
+            if len(takes) == 1 and isinstance(self._options.reducers[0], Norms) and not self._options.keep:
+                skipped -= left_to_torch(plan, nodes, self._setting.wanted, self._found.by_id)
         if not skipped or listens_to_all():
             return frozenset()
         listened = [self._found.by_id[key] for key, p in self._setting.wanted.items() if is_listened(p)]

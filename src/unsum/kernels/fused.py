@@ -49,7 +49,7 @@ def is_ready(name: str, device: torch.device, dtype: torch.dtype) -> bool:
 
 def make_ready(device: torch.device, dtype: torch.dtype) -> None:
     """Try the kernels that a compiler may launch itself: it cannot be done while it writes down."""
-    if device.type == "cuda" and dtype in _DTYPES:
+    if device.type == "cuda" and dtype in DTYPES:
         _ready.update((name, device, dtype) for name in _LAUNCHED if is_on(name, device, dtype))
 
 
@@ -69,7 +69,7 @@ def offer(
     KERNELS[name] = Kernel(twin, example, fits)
 
     def chosen(*given: Any) -> Any:
-        return getattr(_kernels(), name)(*given) if serves(name, *given) else twin(*given)
+        return getattr(kernels(), name)(*given) if serves(name, *given) else twin(*given)
 
     def alone(*given: Any) -> Any:  # what an operator gives may not share memory
         found = chosen(*given)
@@ -82,7 +82,7 @@ def offer(
         if not is_traced(given[0] if isinstance(given[0], Tensor) else given[0][0]):
             return chosen(*given)
         if compiled == "kernel" and serves(name, *given) and is_ready(name, given[0].device, given[0].dtype):
-            return getattr(_kernels(), name)(*given)
+            return getattr(kernels(), name)(*given)
         return operator(*given) if compiled == "operator" else twin(*given)
 
     if compiled == "kernel" or fake is not None:
@@ -103,15 +103,15 @@ def serves(name: str, *given: Any) -> bool:
     for each in _flat(given):
         if isinstance(each, Tensor):
             dtype = each.dtype
-            if not is_on_a_gpu(each) or not (dtype in _DTYPES or dtype in _WHOLE) or not each.numel():
+            if not is_on_a_gpu(each) or not (dtype in DTYPES or dtype in _WHOLE) or not each.numel():
                 return False
-            first = each if first is None and dtype in _DTYPES else first
-    if first is None or not KERNELS[name].fits(*[each for each in given if isinstance(each, Tensor | list)]):
+            first = each if first is None and dtype in DTYPES else first
+    if first is None or not KERNELS[name].fits(*[each for each in given if _holds_tensors(each)]):
         return False
     return is_installed() if is_traced(first) else is_on(name, first.device, first.dtype)
 
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WHOLE = (torch.int64, torch.int32)
 
 
@@ -143,7 +143,7 @@ def is_on(name: str, device: torch.device, dtype: torch.dtype) -> bool:
         launch.again = again
         try:
             for _ in range(2):
-                _compare(_listed(getattr(_kernels(), name)(*given)), wanted, 1e-4 if dtype == torch.float32 else 2e-2)
+                _compare(_listed(getattr(kernels(), name)(*given)), wanted, 1e-4 if dtype == torch.float32 else 2e-2)
         except Exception as error:  # no compiler, another Triton, an old GPU: the twins are always there
             why = str(error).splitlines()[0]
         else:
@@ -167,6 +167,10 @@ def _flat(given: Sequence[Any]) -> Iterator[Any]:
             yield each
 
 
+def _holds_tensors(given: Any) -> bool:
+    return isinstance(given, Tensor) or (isinstance(given, list) and isinstance(given[0], Tensor))
+
+
 def _compare(found: list[Tensor], wanted: list[Tensor], loose: float) -> None:
     for ours, theirs in zip(found, wanted, strict=True):
         largest = float(theirs.abs().max()) if theirs.numel() else 0.0
@@ -178,7 +182,8 @@ def _listed(found: Any) -> list[Tensor]:
 
 
 @functools.cache
-def _kernels() -> Any:
+def kernels() -> Any:
+    """The Triton kernels, by name."""
     from unsum.kernels import triton_kernels
 
     return triton_kernels
@@ -217,7 +222,7 @@ norms_and_sum = offer(
 def parts_and_sum(each: Tensor) -> tuple[Tensor, Tensor]:
     """The same with squared norms (n,), or (parts, n) that are still to be added up: for many layers at once."""
     if each.numel() <= PARTS and not is_traced(each) and serves("norms_and_sum", each):
-        return _kernels().parts_and_sum(each)  # type: ignore[no-any-return]
+        return kernels().parts_and_sum(each)  # type: ignore[no-any-return]
     return norms_and_sum(each)  # type: ignore[no-any-return]
 
 

@@ -19,14 +19,14 @@ LONGEST = 512  # positions of a sample, up to which pairs of them are taken
 FEW = 1 << 32  # products of numbers, up to which pairs of positions are as good as free
 
 
-def is_small(n: int, t: int, device: str) -> bool:
-    """Whether a step of so many samples and positions is one in which starting kernels takes the time."""
-    return 0 < n * t <= ROWS.get(device, 0)
+def is_small(rows: int, device: str) -> bool:
+    """Whether a step with so many positions of all samples is one in which starting kernels takes the time."""
+    return 0 < rows <= ROWS.get(device, 0)
 
 
 def suits(n: int, t: int, i: int, o: int, device: str) -> bool:
     """Whether pairs of positions are the right way for a layer."""
-    if not 1 < t <= LONGEST:
+    if t > LONGEST:
         return False
     return n * t * t * (i + o) <= FEW or costs.cheaper(t, i, o, device, want_sum=True) == "gram"
 
@@ -45,9 +45,12 @@ def _fit(*columns: Sequence[Tensor]) -> bool:
     """Whether one launch reaches all: it knows one dtype for each column, and a table holds addresses of one device.
     (A CUDA graph would keep the addresses.)"""
     device = columns[0][0].device
+    index = columns[0][0].get_device()
     for column in columns:
         dtype = column[0].dtype
-        if any([each.device != device or each.dtype != dtype for each in column]):  # noqa: C419
+        if dtype not in fused.DTYPES:
+            return False
+        if any([each.get_device() != index or each.dtype != dtype for each in column]):  # noqa: C419
             return False
     if len(columns) == 4 and [c[0].dtype for c in columns[::2]] != [c[0].dtype for c in columns[1::2]]:
         return False
@@ -92,3 +95,10 @@ norm_sq_norms.__doc__ = """(layers, n) twice: |Σ_t δ·(x - mean)·rstd|² and 
 each row."""
 
 NAMES = ("grouped_gram_sq_norms", "grouped_shift_sq_norms", "grouped_norm_sq_norms")
+
+
+def launched(name: str, *columns: list[Tensor], n: int, t: int) -> Any:
+    """The same, without a look at each tensor beyond what one launch needs: they are on a GPU, of dtypes that were
+    tried."""
+    way = fused.kernels() if _fit(*columns) else twins
+    return getattr(way, name)(*columns, n, t)
