@@ -276,6 +276,7 @@ def as_on_a_gpu(monkeypatch):
     """Kernels through the interpreter, and steps as small as they are meant for."""
     monkeypatch.setattr(fused, "is_on_a_gpu", lambda tensor: True)
     monkeypatch.setitem(grouped.ROWS, DEVICE, 4096)
+    monkeypatch.setitem(grouped.HELD, DEVICE, 1 << 20)
     used = []
     launched = grouped.launched
     monkeypatch.setattr(
@@ -327,7 +328,7 @@ def test_what_waits_for_a_launch_is_bounded_and_stays_as_it_was(as_on_a_gpu, mon
     torch.manual_seed(0)
     model, ids = Deep().to(DEVICE), torch.randint(7, (4, 6)).to(DEVICE)
     whole = norms_and_gradients(model, ids)
-    monkeypatch.setitem(unsum.plan.pool.BOUND, DEVICE, 2000)
+    monkeypatch.setitem(grouped.HELD, DEVICE, 600)
     for name, squares in norms_and_gradients(model, ids).items():
         close(squares, whole[name].double(), torch.float32)
     assert len(as_on_a_gpu) > 3

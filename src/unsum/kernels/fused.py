@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -100,7 +100,8 @@ def _own(found: tuple[Tensor, ...], k: int) -> Tensor:
 def serves(name: str, *given: Any) -> bool:
     """Whether there is a kernel for these tensors."""
     first = None
-    for each in _flat(given):
+    for each in given:
+        each = each[0] if isinstance(each, list) else each  # `fits` looks at the others
         if isinstance(each, Tensor):
             dtype = each.dtype
             if not is_on_a_gpu(each) or not (dtype in DTYPES or dtype in _WHOLE) or not each.numel():
@@ -157,14 +158,6 @@ def precise(given: Any) -> Any:
     if isinstance(given, list):
         return [precise(each) for each in given]
     return given.float() if isinstance(given, Tensor) and given.is_floating_point() else given
-
-
-def _flat(given: Sequence[Any]) -> Iterator[Any]:
-    for each in given:
-        if isinstance(each, list):
-            yield from each
-        else:
-            yield each
 
 
 def _holds_tensors(given: Any) -> bool:

@@ -56,7 +56,6 @@ class Grouped:
     """The teams of a plan whose norms come so, on one device."""
 
     teams: Mapping[Team, tuple[int, ...]]  # how many numbers each of the saved tensors has
-    sizes: Mapping[Team, int]  # of all that a meeting leaves
     launches: Sequence[Launch]
     parameters: frozenset[str]
 
@@ -97,8 +96,7 @@ def _find(plan: Plan, nodes: Sequence[Node], parameters: Mapping[str, nn.Paramet
             key = (way, t, part.beside is None, *(left[c].dtype for c in part.columns))
             launches.setdefault(key, Launch(way, t)).parts.append(part)
     names: frozenset[str] = frozenset().union(*(team.parameters for team in teams))
-    sizes = {team: team.numel + sum(saved) for team, saved in teams.items()}
-    return Grouped(teams, sizes, list(launches.values()), names)
+    return Grouped(teams, list(launches.values()), names)
 
 
 def _left_by(team: Team, node: Node, device: torch.device) -> list[Tensor] | None:

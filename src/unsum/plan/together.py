@@ -16,7 +16,7 @@ from unsum.factors.total import Kind
 from unsum.graph.layout import Regular
 from unsum.graph.nodes import Node
 from unsum.graph.positions import Positions
-from unsum.kernels.grouped import ROWS
+from unsum.kernels.grouped import HELD, ROWS
 from unsum.plan.grouped import grouped_teams, norms_of
 from unsum.plan.plan import Plan, Route
 from unsum.plan.pool import BOUND, SMALL, reduced
@@ -59,7 +59,7 @@ class Together:
                 places = tuple(p for p in places if all(r.parameter in parameters for r in plan.routes[p]))
             self._left[team] = Left(len(places))
             self.waits |= dict.fromkeys(places, team)
-        self._held, self._bound = 0, BOUND.get(device, 0)
+        self._held, self._held_in_groups = 0, 0
 
     def add(self, place: int, delta: Tensor) -> bool:
         """Whether this meeting waits; False if it is too large to."""
@@ -82,7 +82,7 @@ class Together:
         left.versions.append(None if delta.is_inference() else delta._version)
         left.numel += size
         self._held += size
-        if self._held > self._bound:
+        if self._held > BOUND.get(delta.device.type, 0):
             self.flush()
         elif len(left.places) == left.size:
             self._reduce(team)
@@ -98,23 +98,22 @@ class Together:
         left.places.append(place)
         left.tensors.append(tuple(tensors))
         left.versions.append(None if delta.is_inference() else delta._version)
-        self._held += self._grouped.sizes[team]
-        if self._held > self._bound:
-            self.flush()
+        self._held_in_groups += team.numel  # of δ: what was saved is there anyway when a backward begins
+        if self._held_in_groups > HELD.get(delta.device.type, 0):
+            self._reduce_groups()
         return True
 
     def flush(self) -> None:
         """Reduce what waits."""
         for team in self._left:
             self._reduce(team)
-        waiting = {team: left for team, left in self._in_groups.items() if left.places}
-        if waiting:
-            self._reduce_groups(waiting)
+        self._reduce_groups()
 
-    def _reduce_groups(self, waiting: Mapping[Team, Left]) -> None:
+    def _reduce_groups(self) -> None:
+        waiting = {team: left for team, left in self._in_groups.items() if left.places}
+        self._held_in_groups = 0
         for team, left in waiting.items():
             self._in_groups[team] = Left(left.size)
-            self._held -= self._grouped.sizes[team] * len(left.places)
             self._refuse_changed(left)
         for team, route, sq in norms_of(self._grouped, waiting, self._plan, self._put):
             mark = "in groups", route.meeting
