@@ -309,6 +309,47 @@ def test_a_backward_whose_norms_come_from_few_launches(scale_only, as_on_a_gpu):
         assert sorted(as_on_a_gpu) == ([] if step == 0 else wanted)  # the first is learnt
 
 
+class Using(nn.Module):
+    def __init__(self, shape, use):
+        super().__init__()
+        self.p, self.use = nn.Parameter(torch.randn(shape)), use
+
+    def forward(self, x):
+        return self.use(x, self.p)
+
+
+D, T = 6, 5
+OTHERS = {  # layers, and which launches serve them
+    "linear, one position each": (lambda: nn.Linear(D, D), (D,), {"gram", "shift"}),
+    "linear, more dimensions": (lambda: nn.Linear(D, D), (2, T, D), {"gram", "shift"}),
+    "a product from the right": (lambda: Using((D, D), lambda x, p: x @ p), (T, D), {"gram"}),
+    "a product times a number": (lambda: Using((D, D), lambda x, p: torch.addmm(x[:, 0], x[:, 1], p, alpha=2)[:, None].expand_as(x)), (2, D), set()),
+    "layer norm over two dimensions": (lambda: nn.LayerNorm((T, D)), (T, D), {"norm"}),
+    "a shift alone": (lambda: Using((D,), lambda x, p: x + p), (T, D), {"shift"}),
+    "a shift with a sign": (lambda: Using((D,), lambda x, p: x - p), (T, D), set()),
+    "a shift that is broadcast": (lambda: Using((1,), lambda x, p: x + p), (T, D), set()),
+    "a shift for each position": (lambda: Using((T, D), lambda x, p: x + p), (T, D), {"shift"}),
+    "a gain": (lambda: Using((D,), lambda x, p: x * p), (T, D), set()),
+    "group norm": (lambda: nn.GroupNorm(1, T), (T, D), set()),
+    "RMS norm": (lambda: nn.RMSNorm(D), (T, D), set()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_taken_in_groups(name, as_on_a_gpu):
+    """Where factors are the tensors that a meeting leaves, and nothing else."""
+    torch.manual_seed(0)
+    make, shape, ways = OTHERS[name]
+    model, x = nn.Sequential(make(), nn.Tanh(), make(), nn.Tanh(), make(), nn.Sigmoid()).to(DEVICE), made(3, *shape)
+    truth = per_sample_gradients(model, lambda m, x: m(x).square().sum(), x)
+    for _ in range(3):
+        found = norms_and_gradients(model, x)
+        for key, each in truth.items():
+            close(found[key], each.flatten(1).square().sum(1), torch.float32)
+            close(model.get_parameter(key).grad, each.sum(0), torch.float32)
+    assert {name.split("_")[1] for name, _ in as_on_a_gpu} == ways
+
+
 def test_in_groups_with_few_parameters_and_without_gradients(as_on_a_gpu):
     torch.manual_seed(0)
     model, ids = Deep().to(DEVICE), torch.randint(7, (4, 6)).to(DEVICE)
