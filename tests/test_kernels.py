@@ -318,12 +318,16 @@ class Using(nn.Module):
         return self.use(x, self.p)
 
 
+def doubled(x, p):
+    return torch.addmm(x, x, p, alpha=2)
+
+
 D, T = 6, 5
 OTHERS = {  # layers, and which launches serve them
     "linear, one position each": (lambda: nn.Linear(D, D), (D,), {"gram", "shift"}),
     "linear, more dimensions": (lambda: nn.Linear(D, D), (2, T, D), {"gram", "shift"}),
     "a product from the right": (lambda: Using((D, D), lambda x, p: x @ p), (T, D), {"gram"}),
-    "a product times a number": (lambda: Using((D, D), lambda x, p: torch.addmm(x[:, 0], x[:, 1], p, alpha=2)[:, None].expand_as(x)), (2, D), set()),
+    "a product times a number": (lambda: Using((D, D), doubled), (D,), set()),
     "layer norm over two dimensions": (lambda: nn.LayerNorm((T, D)), (T, D), {"norm"}),
     "a shift alone": (lambda: Using((D,), lambda x, p: x + p), (T, D), {"shift"}),
     "a shift with a sign": (lambda: Using((D,), lambda x, p: x - p), (T, D), set()),

@@ -277,7 +277,7 @@ scaled = offer(
 )  # fmt: skip
 scaled.__doc__ = "x (n, …) with the n-th part multiplied by w_n, rounded once."
 
-two_sided = _offer(
+two_sided = offer(
     "two_sided", "(Tensor rows, Tensor columns, Tensor left, Tensor right) -> Tensor",
     lambda make: (make(3, 70, 33), make(3, 70, 150), make(5, 33), make(150, 5)),
     lambda rows, columns, left, right: left.shape[0] <= NARROW and len({t.dtype for t in (rows, columns, left)}) == 1,
