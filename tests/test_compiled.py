@@ -215,6 +215,7 @@ def test_inductor(name, ran):
 def few_operators(request, monkeypatch):
     """Steps as small as on a GPU, where layers share operators; whose norms left so, in each graph."""
     monkeypatch.setitem(grouped.ROWS, "cpu", 64)
+    monkeypatch.setitem(grouped.HELD, "cpu", 1 << 20)
     monkeypatch.setattr(grouped, "is_ready", lambda device, dtype: True)
     if request.param == "kernels":
         pytest.importorskip("triton")
@@ -250,6 +251,18 @@ def test_small_layers_share_operators(backend, few_operators, ran):
     weights, biases = (sorted(f"{name}.{what}" for name in ("qkv", "out", "head")) for what in ("weight", "bias"))
     assert len(few_operators) == 2
     assert all(graph == [weights, ["norm.weight"], ["norm.bias"], biases] for graph in few_operators)
+
+
+def test_what_is_set_aside_is_bounded(few_operators, ran, monkeypatch):
+    model, compiled, batch = build("attention")
+    model.float()
+    monkeypatch.setitem(grouped.HELD, "cpu", 4 * 6 * (11 + 8))  # δ of the head and of what comes before it
+    for k in range(3):
+        x = batch(4, seed=k)
+        found = norms_of(model, compiled, x).by_parameter()
+        for key, each in per_sample_gradients(model, loss, x).items():
+            torch.testing.assert_close(found[key].double(), each.flatten(1).square().sum(1), rtol=1e-3, atol=1e-6)
+    assert few_operators == [[["head.weight", "out.weight"], ["head.bias", "out.bias"]]]
 
 
 def test_operators_are_shared_only_where_layers_are_small_and_norms_alone_are_wanted(few_operators, ran):

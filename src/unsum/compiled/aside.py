@@ -39,6 +39,7 @@ class Aside:
 
     def __init__(self) -> None:
         self._groups: dict[tuple[str, int], _Group] = {}
+        self._held: dict[int, Tensor] = {}  # gradients that have to stay until the operators run, by id
 
     def take(self, name: str, kind: Kind, dtype: torch.dtype) -> bool:
         """Whether these factors, of a parameter of this dtype, were set aside."""
@@ -50,11 +51,11 @@ class Aside:
             return False
         if isinstance(kind, Outer):
             i, o = kind.a.shape[2], kind.delta.shape[2]
-            if kind.groups > 1 or not grouped.suits(hint(n), hint(t), i, o, device.type):
+            if kind.groups > 1 or not grouped.suits(hint(n), hint(t), i, o, device.type) or not self._hold(kind.delta):
                 return False
             self._group("gram", n, t).held[name] = kind.a, kind.delta
             return True
-        if not kind.is_whole or (kind.x is not None and kind.normalised is None):
+        if not kind.is_whole or (kind.x is not None and kind.normalised is None) or not self._hold(kind.delta):
             return False
         norms = self._group("norm", n, t)
         if kind.normalised is not None:
@@ -65,6 +66,14 @@ class Aside:
             norms.beside[scale] = name
         else:
             self._group("shift", n, t).held[name] = (kind.delta,)
+        return True
+
+    def _hold(self, delta: Tensor) -> bool:
+        """Whether there is room for one more."""
+        held = {**self._held, id(delta): delta}
+        if sum(hint(each.numel()) for each in held.values()) > grouped.HELD.get(delta.device.type, 0):
+            return False
+        self._held = held
         return True
 
     def _group(self, way: str, n: Any, t: Any) -> _Group:
