@@ -71,11 +71,10 @@ def timed(ways: Ways, device: str) -> dict[str, float | str]:
 
 def off(name: str, *given: Any) -> float | str:
     """How far a kernel is from its twin in float32, relative to the largest number; a word where it is not used."""
-    precise = [g.float() if isinstance(g, Tensor) and g.is_floating_point() else g for g in given]
     if not fused.serves(name, *given):
         return "not used"
     try:
-        found, wanted = getattr(fused, name)(*given), getattr(twins, name)(*precise)
+        found, wanted = getattr(fused.kernels(), name)(*given), getattr(twins, name)(*map(fused.precise, given))
     except torch.OutOfMemoryError:
         return "too large"
     pairs = zip(*((f,) if isinstance(f, Tensor) else f for f in (found, wanted)), strict=True)

@@ -30,6 +30,7 @@ from unsum.plan.arrived import Arrived
 from unsum.plan.clipping import Clipping
 from unsum.plan.forward import Forward
 from unsum.plan.grads import Delivery
+from unsum.plan.grouped import left_to_torch
 from unsum.plan.intake import Intake, are_listened, listens_to_all
 from unsum.plan.learn import Setting, inside, learn, number_of_samples
 from unsum.plan.memory import recall, remember
@@ -251,7 +252,7 @@ class GradientsBlock:
         options = self._options
         self._begin_reducers(plan.n, again)
         self._clipping.begin(plan, nodes, call, self._is_unheard)
-        skipped = self._skipped(call, plan)
+        skipped = self._skipped(call, plan, nodes)
         self._intake = Intake(
             plan, self._setting.wanted, self._found.by_id, options.reducers,
             keep=options.keep, scale=self._scale, check=self._is_checked,
@@ -287,7 +288,7 @@ class GradientsBlock:
                 reducer.select(self._calls, self._forward.positions)
             reducer.begin(n, again)
 
-    def _skipped(self, call: hooks.Backward, plan: Plan) -> frozenset[str]:
+    def _skipped(self, call: hooks.Backward, plan: Plan, nodes: Sequence[Node]) -> frozenset[str]:
         """The parameters whose gradient torch need not compute."""
         if call.inputs or not call.accumulates or self._is_checked or len(hooks.here()) != 1:
             return frozenset()
@@ -296,6 +297,9 @@ class GradientsBlock:
         else:
             takes = [isinstance(r, Norms) or (isinstance(r, WeightedSum) and r.clips) for r in self._options.reducers]
             skipped = plan.cheap if any(takes) else frozenset()
+            if len(takes) == 1 and isinstance(self._options.reducers[0], Norms) and not self._options.keep:
+                left = left_to_torch(plan, nodes, self._setting.wanted, self._found.by_id)
+                skipped = skipped - left if left else skipped
         if not skipped or listens_to_all():
             return frozenset()
         wanted = self._setting.wanted

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from unsum import hooks
+from unsum.compiled.aside import Aside
 from unsum.compiled.forms import Form
 from unsum.compiled.pattern import Leaf, Pattern, Unknown, Untappable, Way, described, made
 from unsum.factors.dense import Dense
@@ -101,6 +102,7 @@ class _Session:
         self._pattern: Pattern | None = None
         self._skipped: frozenset[str] = frozenset()  # parameters whose gradient torch need not compute
         self._small: dict[int, list[tuple[str, Tensor]]] = {}  # gradients of scales and shifts, by their size
+        self._aside = Aside()
         self._reducers: list[Any] = []
 
     def attach(self, outputs: Sequence[Any], parameters: Sequence[Any]) -> None:
@@ -229,6 +231,9 @@ class _Session:
         assert self._intake is not None and self._pattern is not None
         parameter = self._trace.parameters[name]
         alone = len(self._reducers) == 1 and isinstance(self._reducers[0], Norms) and self._pattern.expected[name] == 1
+        if alone and self._aside.take(name, kind, parameter.dtype):
+            self._intake.pass_by(parameter)
+            return
         if not alone or not isinstance(kind, Scale | Dense):
             self._intake.meet(parameter, {way.meeting: None}, kind)
             return
@@ -240,6 +245,8 @@ class _Session:
 
     def finish(self) -> tuple[Tensor | None, ...]:
         assert self._intake is not None
+        for names, squares in self._aside.squares():
+            self._reducers[0].put(names, squares)
         for group in self._small.values():
             held = sorted(group, key=lambda each: each[0])
             squares = torch.stack([each for _, each in held]).square().sum(2)

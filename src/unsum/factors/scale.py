@@ -26,6 +26,7 @@ class Scale:
     dtype: torch.dtype | None = None
     summed: Callable[[], Tensor] | None = None  # (n, *features): Σ_t δ_nt·x_nt, if there is a faster way to it
     token_squares: Callable[[], Tensor] | None = None  # (n, t): |δ_nt·x_nt|², from a pass that others share
+    normalised: tuple[Tensor, Tensor, Tensor] | None = None  # what `x` is made of: (values - mean)·rstd
 
     @property
     def n(self) -> int:
@@ -36,14 +37,14 @@ class Scale:
         return self.delta.numel() // max(self.n, 1) * (1 if self.x is None else 2)
 
     @property
-    def _is_whole(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether features are the parameter as it is, as most often: nothing was broadcast but to positions."""
         return self.over is None and self.delta.shape[2:] == self.shape
 
     @cached_property
     def _values(self) -> Tensor:
         wanted, shape = wide(self.dtype or self.delta.dtype), (self.n, *self.shape)
-        if self._is_whole:
+        if self.is_whole:
             return self._each().sum(1, dtype=wanted) if self.summed is None else self.summed().to(wanted)
         if self.summed is not None:
             return self.summed().to(wanted).sum_to_size(self._broadcast()).reshape(shape)

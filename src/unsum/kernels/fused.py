@@ -38,48 +38,54 @@ class Kernel:
 
 
 KERNELS: dict[str, Kernel] = {}
-_LAUNCHED: list[str] = []  # those that a compiler launches itself
+_LAUNCHED: list[str] = []  # those that a compiler launches itself, or that must be there if it is to call them
 _ready: set[tuple[str, torch.device, torch.dtype]] = set()  # of these, the ones that were tried
+
+
+def is_ready(name: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a kernel that a compiler may call was tried."""
+    return (name, device, dtype) in _ready
 
 
 def make_ready(device: torch.device, dtype: torch.dtype) -> None:
     """Try the kernels that a compiler may launch itself: it cannot be done while it writes down."""
-    if device.type == "cuda" and dtype in _DTYPES:
+    if device.type == "cuda" and dtype in DTYPES:
         _ready.update((name, device, dtype) for name in _LAUNCHED if is_on(name, device, dtype))
 
 
-def _offer(
+def offer(
     name: str,
     schema: str,
     example: Callable[[Make], tuple[Any, ...]],
     fits: Callable[..., bool] = lambda *_: True,
     *,
     compiled: Literal["operator", "kernel", "twin"] = "operator",
+    fake: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """A function that runs the kernel, or its twin where there is none. In a graph that is compiled: an operator that
     does so; the kernel itself, launched as the compiler's own are; or the twin, where the compiler makes as good a
-    kernel of it."""
+    kernel of it. `fake`: the shapes of what an operator gives, if the twin takes long to tell them."""
     twin = getattr(twins, name)
     KERNELS[name] = Kernel(twin, example, fits)
 
     def chosen(*given: Any) -> Any:
-        return getattr(_kernels(), name)(*given) if serves(name, *given) else twin(*given)
+        return getattr(kernels(), name)(*given) if serves(name, *given) else twin(*given)
 
     def alone(*given: Any) -> Any:  # what an operator gives may not share memory
         found = chosen(*given)
         return found if isinstance(found, Tensor) else tuple(_own(found, k) for k in range(len(found)))
 
     operator = torch.library.custom_op(f"unsum::{name}", alone, mutates_args=(), schema=schema)
-    operator.register_fake(twin)
+    operator.register_fake(fake or twin)
 
     def call(*given: Any) -> Any:
-        if not is_traced(given[0]):
+        if not is_traced(given[0] if isinstance(given[0], Tensor) else given[0][0]):
             return chosen(*given)
-        if compiled == "kernel" and serves(name, *given) and (name, given[0].device, given[0].dtype) in _ready:
-            return getattr(_kernels(), name)(*given)
+        if compiled == "kernel" and serves(name, *given) and is_ready(name, given[0].device, given[0].dtype):
+            return getattr(kernels(), name)(*given)
         return operator(*given) if compiled == "operator" else twin(*given)
 
-    if compiled == "kernel":
+    if compiled == "kernel" or fake is not None:
         _LAUNCHED.append(name)
 
     call.__name__ = call.__qualname__ = name
@@ -93,22 +99,20 @@ def _own(found: tuple[Tensor, ...], k: int) -> Tensor:
 
 def serves(name: str, *given: Any) -> bool:
     """Whether there is a kernel for these tensors."""
-    if not is_on_a_gpu(given[0]):
-        return False
-    tensors, first = [], None
+    first = None
     for each in given:
+        each = each[0] if isinstance(each, list) else each  # `fits` looks at the others
         if isinstance(each, Tensor):
             dtype = each.dtype
-            if not is_on_a_gpu(each) or not (dtype in _DTYPES or dtype in _WHOLE) or not each.numel():
+            if not is_on_a_gpu(each) or not (dtype in DTYPES or dtype in _WHOLE) or not each.numel():
                 return False
-            first = each if first is None and dtype in _DTYPES else first
-            tensors.append(each)
-    if first is None or not KERNELS[name].fits(*tensors):
+            first = each if first is None and dtype in DTYPES else first
+    if first is None or not KERNELS[name].fits(*[each for each in given if _holds_tensors(each)]):
         return False
     return is_installed() if is_traced(first) else is_on(name, first.device, first.dtype)
 
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WHOLE = (torch.int64, torch.int32)
 
 
@@ -135,19 +139,29 @@ def is_on(name: str, device: torch.device, dtype: torch.dtype) -> bool:
     generator = torch.Generator(device).manual_seed(0)
     make = lambda *shape: torch.randn(shape, device=device, generator=generator).to(dtype)
     given = KERNELS[name].example(make)
-    precise = [g.float() if isinstance(g, Tensor) and g.is_floating_point() else g for g in given]
-    wanted = _listed(KERNELS[name].twin(*precise))
+    wanted = _listed(KERNELS[name].twin(*map(precise, given)))
     for again in (True, False) if launch.again else (False,):  # by itself the second time, if that goes
         launch.again = again
         try:
             for _ in range(2):
-                _compare(_listed(getattr(_kernels(), name)(*given)), wanted, 1e-4 if dtype == torch.float32 else 2e-2)
+                _compare(_listed(getattr(kernels(), name)(*given)), wanted, 1e-4 if dtype == torch.float32 else 2e-2)
         except Exception as error:  # no compiler, another Triton, an old GPU: the twins are always there
             why = str(error).splitlines()[0]
         else:
             return True
     warnings.warn(f"unsum: the Triton kernel {name} is not used on {device} ({dtype}): {why}", stacklevel=2)
     return False
+
+
+def precise(given: Any) -> Any:
+    """An argument in float32, if it is a tensor of fewer bits, or tensors."""
+    if isinstance(given, list):
+        return [precise(each) for each in given]
+    return given.float() if isinstance(given, Tensor) and given.is_floating_point() else given
+
+
+def _holds_tensors(given: Any) -> bool:
+    return isinstance(given, Tensor) or (isinstance(given, list) and isinstance(given[0], Tensor))
 
 
 def _compare(found: list[Tensor], wanted: list[Tensor], loose: float) -> None:
@@ -161,7 +175,8 @@ def _listed(found: Any) -> list[Tensor]:
 
 
 @functools.cache
-def _kernels() -> Any:
+def kernels() -> Any:
+    """The Triton kernels, by name."""
     from unsum.kernels import triton_kernels
 
     return triton_kernels
@@ -192,7 +207,7 @@ def _image(make: Make) -> tuple[Any, ...]:
     return make(3, 6, 5, 128), make(3, 3, 3, 130), [3, 3], [2, 2], [1, 1], [1, 1]
 
 
-norms_and_sum = _offer(
+norms_and_sum = offer(
     "norms_and_sum", "(Tensor each) -> (Tensor, Tensor)", lambda make: (make(3, 70, 33),), _is_dense, compiled="kernel"
 )
 
@@ -200,69 +215,69 @@ norms_and_sum = _offer(
 def parts_and_sum(each: Tensor) -> tuple[Tensor, Tensor]:
     """The same with squared norms (n,), or (parts, n) that are still to be added up: for many layers at once."""
     if each.numel() <= PARTS and not is_traced(each) and serves("norms_and_sum", each):
-        return _kernels().parts_and_sum(each)  # type: ignore[no-any-return]
+        return kernels().parts_and_sum(each)  # type: ignore[no-any-return]
     return norms_and_sum(each)  # type: ignore[no-any-return]
 
 
 norms_and_sum.__doc__ = "(n,) squared norms and the sum over samples, from gradients (n, …) in one pass."
 
-scale_and_shift = _offer(
+scale_and_shift = offer(
     "scale_and_shift", "(Tensor delta, Tensor x, Tensor mean, Tensor rstd) -> (Tensor, Tensor)",
     lambda make: _norm(make, 3, 70, 33), compiled="twin",
 )  # fmt: skip
 scale_and_shift.__doc__ = "(n, d) twice: Σ_t δ·(x - mean)·rstd and Σ_t δ, of δ and x (n, t, d), mean and rstd (n, t)."
 
-channel_sums = _offer(
+channel_sums = offer(
     "channel_sums", "(Tensor delta, Tensor x, Tensor mean, Tensor variance, float eps) -> (Tensor, Tensor)",
     lambda make: (make(3, 70, 33), make(3, 70, 33), make(33), make(33).abs(), 0.1), compiled="twin",
 )  # fmt: skip
 channel_sums.__doc__ = """(n, d) twice: Σ_t δ·(x - mean)/√(variance + eps) and Σ_t δ, of δ and x (n, t, d) with any
 strides, mean and variance (d,)."""
 
-token_sq_norms = _offer(
+token_sq_norms = offer(
     "token_sq_norms", "(Tensor a, Tensor delta) -> (Tensor, Tensor)", lambda make: (make(70, 33), make(70, 600)),
     _has_rows, compiled="twin",
 )  # fmt: skip
 token_sq_norms.__doc__ = "(rows,) twice: |a|²·|δ|² and |δ|², of a (rows, i) and δ (rows, o)."
 
-normalised_token_sq_norms = _offer(
+normalised_token_sq_norms = offer(
     "normalised_token_sq_norms", "(Tensor delta, Tensor x, Tensor mean, Tensor rstd) -> (Tensor, Tensor)",
     lambda make: _norm(make, 70, 600), _has_rows, compiled="twin",
 )  # fmt: skip
 normalised_token_sq_norms.__doc__ = """(rows,) twice: Σ_d (δ·(x - mean)·rstd)² and Σ_d δ², of δ and x (rows, d),
 mean and rstd (rows,)."""
 
-lookup_sq_norms = _offer(
+lookup_sq_norms = offer(
     "lookup_sq_norms", "(Tensor ids, Tensor delta) -> Tensor",
     lambda make: (make(3, 70).mul(3).long(), make(3, 70, 33)),
 )  # fmt: skip
 lookup_sq_norms.__doc__ = """(n,): the squared norm of what a table gets from each sample, of ids (n, t) and δ
 (n, t, d); positions of one row are added first."""
 
-products = _offer(
+products = offer(
     "products", f"({WINDOWS}, bool with_shift) -> (Tensor, Tensor, Tensor)", lambda make: (*_image(make), True),
     lies_evenly,
 )  # fmt: skip
 products.__doc__ = """(n,) squared norms, the sum over samples (o, taps·channels), and (n, o) Σ δ if asked for; of x
 (n, h, w, channels) and δ (n, places down, places right, o). No window is unfolded, no sample's gradient stored."""
 
-gram_sq_norms = _offer("gram_sq_norms", f"({WINDOWS}) -> Tensor", _image, lies_evenly)
+gram_sq_norms = offer("gram_sq_norms", f"({WINDOWS}) -> Tensor", _image, lies_evenly)
 gram_sq_norms.__doc__ = "(n,) squared norms by pairs of places; arguments as `products` has them."
 
-weighted_sum = _offer(
+weighted_sum = offer(
     "weighted_sum", "(Tensor each, Tensor w) -> Tensor", lambda make: (make(3, 70, 33), make(3).float()),
     lambda each, w: each.is_contiguous() and (each.dtype != twins.wide(each.dtype) or each.numel() >= SMALL),
     compiled="twin",
 )  # fmt: skip
 weighted_sum.__doc__ = "(…): Σ w_n each_n of (n, …) and (n,), in float32 at least: the weights are not rounded."
 
-scaled = _offer(
+scaled = offer(
     "scaled", "(Tensor x, Tensor w) -> Tensor", lambda make: (make(3, 70, 33), make(3).float()),
     lambda x, w: x.is_contiguous(), compiled="twin",
 )  # fmt: skip
 scaled.__doc__ = "x (n, …) with the n-th part multiplied by w_n, rounded once."
 
-two_sided = _offer(
+two_sided = offer(
     "two_sided", "(Tensor rows, Tensor columns, Tensor left, Tensor right) -> Tensor",
     lambda make: (make(3, 70, 33), make(3, 70, 150), make(5, 33), make(150, 5)),
     lambda rows, columns, left, right: left.shape[0] <= NARROW and len({t.dtype for t in (rows, columns, left)}) == 1,

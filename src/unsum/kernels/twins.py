@@ -103,6 +103,29 @@ def gram(a: Tensor, delta: Tensor, other_a: Tensor, other_delta: Tensor) -> Tens
     return torch.linalg.vecdot(right.flatten(1).to(dtype).conj(), left.flatten(1).to(dtype)).real
 
 
+def grouped_gram_sq_norms(a: Sequence[Tensor], delta: Sequence[Tensor], n: int, t: int) -> Tensor:
+    """Layer by layer."""
+    pairs = [(x.reshape(n, t, -1), y.reshape(n, t, -1)) for x, y in zip(a, delta, strict=True)]
+    return torch.stack([gram(x, y, x, y) for x, y in pairs])
+
+
+def grouped_shift_sq_norms(delta: Sequence[Tensor], n: int, t: int) -> Tensor:
+    """Layer by layer."""
+    return torch.stack([_squares(each.reshape(n, t, -1).sum(1, dtype=wide(each.dtype))) for each in delta])
+
+
+def grouped_norm_sq_norms(
+    delta: Sequence[Tensor], x: Sequence[Tensor], mean: Sequence[Tensor], rstd: Sequence[Tensor], n: int, t: int
+) -> tuple[Tensor, Tensor]:
+    """Layer by layer."""
+    found = []
+    for gradient, values, centre, by in zip(delta, x, mean, rstd, strict=True):
+        rows = gradient.reshape(n, t, -1), values.reshape(n, t, -1), centre.reshape(n, t), by.reshape(n, t)
+        found.append(torch.stack([_squares(summed) for summed in scale_and_shift(*rows)]))
+    scale, shift = torch.stack(found, 1).unbind()
+    return scale, shift
+
+
 def weighted_sum(each: Tensor, w: Tensor) -> Tensor:
     """In low precision sample by sample, so that no wide copy of all is made."""
     dtype = wide(each.dtype)

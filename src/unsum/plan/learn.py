@@ -21,7 +21,7 @@ from unsum.plan.audit import Audit
 from unsum.plan.lasting import lasting as find_lasting
 from unsum.plan.plan import Plan
 from unsum.plan.routes import routes, rule_routes
-from unsum.plan.together import teams
+from unsum.plan.teams import teams
 
 
 @dataclass(frozen=True)

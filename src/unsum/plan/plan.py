@@ -23,7 +23,7 @@ from unsum.rules.registry import Rule
 if TYPE_CHECKING:
     from unsum.plan.digest import Recording
     from unsum.plan.moved import Moves
-    from unsum.plan.together import Team
+    from unsum.plan.teams import Team
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Plan:
     nobodys: tuple[int, ...]  # what joins a parameter to the loss without any data
     hidden: dict[int, list[Owners]] = field(default_factory=dict)  # nodes that run backwards of their own
     routes: dict[int, tuple[Route, ...]] = field(default_factory=dict)  # audited rules, by place
-    together: dict[int, Team] = field(default_factory=dict)  # meetings that have others of their shape
+    together: dict[int, Team] = field(default_factory=dict)  # meetings that may wait for others, mostly of their shape
     expected: dict[str, int] = field(default_factory=dict)  # how often factors come to a parameter
     sizes: dict[str, Size] = field(default_factory=dict)  # of these: what holding their gradients takes
     late: frozenset[str] = frozenset()  # parameters to which gradients come formed, when the backward is over
@@ -89,7 +89,8 @@ class Plan:
     lasting: bool = False  # whether it holds for later graphs with the same signature
     indices: tuple[Indices, ...] = ()  # if these are the same
     moves: Moves | None = None  # rows that other batches send elsewhere
-    tried: set[Meeting] = field(default_factory=set)  # the first of each team, once it was compared with itself alone
+    tried: set[Hashable] = field(default_factory=set)  # the first of each team, once it was compared with itself alone
+    grouped: dict[Hashable, Any] = field(default_factory=dict)  # by device: the teams whose norms come from one launch
     recordings: dict[Hashable, dict[Any, Recording]] = field(default_factory=dict)  # of meetings, by what is wanted
     order: tuple[int, ...] = ()  # which of the nodes of a survey is at each place
 

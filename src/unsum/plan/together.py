@@ -5,8 +5,7 @@ as if they were one layer with more samples. What waits is bounded."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from math import prod
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,75 +14,16 @@ from torch import Tensor, nn
 from unsum.errors import UnsupportedError
 from unsum.factors.total import Kind
 from unsum.graph.layout import Regular
-from unsum.graph.nodes import Node, below, is_leaf
+from unsum.graph.nodes import Node
 from unsum.graph.positions import Positions
+from unsum.kernels.grouped import HELD, ROWS
+from unsum.plan.grouped import grouped_teams, norms_of
 from unsum.plan.plan import Plan, Route
 from unsum.plan.pool import BOUND, SMALL, reduced
-from unsum.plan.signature import plain
+from unsum.plan.teams import Left, Team
 from unsum.plan.unchanged import refuse_changed
 from unsum.rules.follow import finished
 from unsum.rules.registry import Call
-
-# Positions up to which layers wait for each other. On a GPU 8192 took 2.8 times a plain step, layer by layer far less.
-ROWS = {"cuda": 4096}
-
-
-@dataclass(frozen=True, eq=False)
-class Team:
-    """Meetings of one shape, known when the graph is learnt."""
-
-    routes: Sequence[Route]  # of the first of them
-    reads: tuple[str, ...]  # the saved tensors that the rules read
-    rows: int  # of δ: positions of all samples
-    numel: int
-    places: tuple[int, ...]
-    parameters: frozenset[str]
-
-
-def teams(
-    nodes: Sequence[Node], routes: Mapping[int, Sequence[Route]], mixed: set[Node], alone: set[str]
-) -> dict[int, Team]:
-    """The meetings that have others of their shape. `alone`: parameters that are met just once."""
-    alike: dict[Hashable, list[int]] = {}
-    for place, there in routes.items():
-        node = nodes[place]
-        leading = [edge for edge, child, _ in below(node) if is_leaf(child) or child in mixed]
-        if sorted(leading) == sorted(route.edge for route in there) and all(_fits(r, node, alone) for r in there):
-            key = (
-                plain(node),
-                there[0].by.layout,
-                node._input_metadata[0].dtype,
-                tuple((r.rule.name, r.edge, r.shape, r.turned, r.by.lead) for r in there),
-            )
-            alike.setdefault(key, []).append(place)
-    found: dict[int, Team] = {}
-    for places in alike.values():
-        first = routes[places[0]]
-        reads = dict.fromkeys(f"_saved_{name}" for route in first for name in route.rule.rows or ())
-        names = frozenset(str(route.parameter) for place in places for route in routes[place])
-        shape = first[0].by.layout.shape
-        team = Team(first, tuple(reads), shape[0], prod(shape), tuple(places), names)
-        if len(places) > 1:
-            found |= dict.fromkeys(places, team)
-    return found
-
-
-def _fits(route: Route, node: Node, alone: set[str]) -> bool:
-    layout = route.by.layout
-    if route.parameter not in alone or route.rule.rows is None or not isinstance(layout, Regular):
-        return False
-    return layout.dim == 0 and layout.n * layout.block == layout.shape[0]
-
-
-@dataclass
-class _Left:
-    """What the meetings of a team have left, in columns: no object is made for each of them."""
-
-    size: int  # how many will come
-    places: list[int] = field(default_factory=list)
-    tensors: list[tuple[Tensor, ...]] = field(default_factory=list)  # δ and what was saved, of each
-    versions: list[int | None] = field(default_factory=list)  # of δ, as it came
-    numel: int = 0
 
 
 class Together:
@@ -101,22 +41,32 @@ class Together:
     ) -> None:
         self._plan, self._nodes, self._parameters = plan, nodes, parameters
         self._skipped, self._put, self._deliver = skipped, put, deliver
-        self._left: dict[Team, _Left] = {}
+        self._left: dict[Team, Left] = {}
         self.waits: dict[int, Team] = {}
+        self._grouped = grouped_teams(plan, nodes, parameters)
+        self._in_groups: dict[Team, Left] = {}  # those of all shapes that one launch serves
         device = next((p.device.type for p in parameters.values()), "")
         for team in dict.fromkeys(plan.together.values()):
-            if team.numel > SMALL.get(device, 0) or team.rows > ROWS.get(device, team.rows):
-                continue
             places = team.places
+            if team in self._grouped.teams and skipped.isdisjoint(team.parameters):
+                self._in_groups[team] = Left(len(places))
+                self.waits |= dict.fromkeys(places, team)
+                continue
+            small = team.numel <= SMALL.get(device, 0) and team.rows <= ROWS.get(device, team.rows)
+            if not small or len(places) == 1:
+                continue
             if not parameters.keys() >= team.parameters:
                 places = tuple(p for p in places if all(r.parameter in parameters for r in plan.routes[p]))
-            self._left[team] = _Left(len(places))
+            self._left[team] = Left(len(places))
             self.waits |= dict.fromkeys(places, team)
-        self._held = 0
+        self._held, self._held_in_groups = 0, 0
 
     def add(self, place: int, delta: Tensor) -> bool:
         """Whether this meeting waits; False if it is too large to."""
         team, node = self.waits[place], self._nodes[place]
+        grouped = self._in_groups.get(team)
+        if grouped is not None:
+            return self._add_to_group(team, grouped, place, delta)
         tensors, size = [delta], delta.numel()
         for name in team.reads:
             saved = getattr(node, name)
@@ -124,8 +74,7 @@ class Together:
                 return False
             tensors.append(saved)
             size += saved.numel()
-        device = delta.device.type
-        if size > SMALL.get(device, 0):
+        if size > SMALL.get(delta.device.type, 0):
             return False
         left = self._left[team]
         left.places.append(place)
@@ -133,25 +82,57 @@ class Together:
         left.versions.append(None if delta.is_inference() else delta._version)
         left.numel += size
         self._held += size
-        if self._held > BOUND.get(device, 0):
+        if self._held > BOUND.get(delta.device.type, 0):
             self.flush()
         elif len(left.places) == left.size:
             self._reduce(team)
+        return True
+
+    def _add_to_group(self, team: Team, left: Left, place: int, delta: Tensor) -> bool:
+        node, tensors = self._nodes[place], [delta]
+        for name, numel in zip(team.reads, self._grouped.teams[team], strict=True):
+            saved = getattr(node, name)
+            if saved is None or saved.numel() != numel:
+                return False
+            tensors.append(saved)
+        left.places.append(place)
+        left.tensors.append(tuple(tensors))
+        left.versions.append(None if delta.is_inference() else delta._version)
+        self._held_in_groups += team.numel  # of δ: what was saved is there anyway when a backward begins
+        if self._held_in_groups > HELD.get(delta.device.type, 0):
+            self._reduce_groups()
         return True
 
     def flush(self) -> None:
         """Reduce what waits."""
         for team in self._left:
             self._reduce(team)
+        self._reduce_groups()
+
+    def _reduce_groups(self) -> None:
+        waiting = {team: left for team, left in self._in_groups.items() if left.places}
+        self._held_in_groups = 0
+        for team, left in waiting.items():
+            self._in_groups[team] = Left(left.size)
+            self._refuse_changed(left)
+        for team, route, sq in norms_of(self._grouped, waiting, self._plan, self._put):
+            mark = "in groups", route.meeting
+            if mark not in self._plan.tried:
+                left = waiting[team]
+                self._try(mark, route, self._stack(team, left.places[:1], left.tensors[:1]), sq)
+
+    def _refuse_changed(self, left: Left) -> None:
+        for place, tensors, version in zip(left.places, left.tensors, left.versions, strict=True):
+            if version is not None and tensors[0]._version != version:
+                refuse_changed(str(self._plan.routes[place][0].parameter), [(tensors[0], version)])
 
     def _reduce(self, team: Team) -> None:
         left = self._left[team]
-        self._left[team] = _Left(left.size)
+        self._left[team] = Left(left.size)
         self._held -= left.numel
         kinds: dict[Hashable, list[int]] = {}  # of one dtype and on one device
-        for k, (tensors, version) in enumerate(zip(left.tensors, left.versions, strict=True)):
-            if version is not None and tensors[0]._version != version:
-                refuse_changed(str(self._plan.routes[left.places[k]][0].parameter), [(tensors[0], version)])
+        self._refuse_changed(left)
+        for k, tensors in enumerate(left.tensors):
             kinds.setdefault(tuple([(t.dtype, t.device) for t in tensors]), []).append(k)
         for same in kinds.values():
             self._apply(team, [left.places[k] for k in same], [left.tensors[k] for k in same])
@@ -166,7 +147,7 @@ class Together:
             kind = finished(_made(route, stacked, len(places)), parameters[0], turned=route.turned)
             sq, sums = reduced(kind, len(places), wants_sum=any(wanted))
             if route.meeting not in self._plan.tried:
-                self._try(route, self._stack(team, places[-1:], tensors[-1:]), sq[-1])
+                self._try(route.meeting, route, self._stack(team, places[-1:], tensors[-1:]), sq[-1])
             self._put(own, sq)
             if sums is not None and all(wanted):
                 self._deliver(parameters, sums.unbind())
@@ -181,9 +162,9 @@ class Together:
         first = team.routes[0]
         return Call(_Stacked(self._nodes[places[0]], named), delta, first.by, first.shape)
 
-    def _try(self, route: Route, alone: Call, found: Tensor) -> None:
-        """The first time, compare with the last meeting by itself."""
-        self._plan.tried.add(route.meeting)
+    def _try(self, mark: Hashable, route: Route, alone: Call, found: Tensor) -> None:
+        """The first time, compare with one meeting by itself."""
+        self._plan.tried.add(mark)
         wanted = _made(route, alone, 1).sq_norms()
         loose = 1e-6 if wanted.dtype == torch.float64 else 5e-2
         if not bool(((found - wanted).norm() <= loose * wanted.norm()) | ~wanted.isfinite().all()):

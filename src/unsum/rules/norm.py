@@ -31,7 +31,7 @@ def layer_norm_scale(call: Call) -> Scale:
         )
     return Scale(
         delta, lambda: _normalised(x, mean, rstd), call.shape, summed=left(call, "sums", 0),
-        token_squares=left(call, "tokens", 0),
+        token_squares=left(call, "tokens", 0), normalised=(x, mean, rstd),
     )  # fmt: skip
 
 
