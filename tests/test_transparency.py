@@ -115,3 +115,30 @@ def test_a_generation_loop_of_transformers():
         edited = model.generate(IDS[:1], **options)
     assert torch.equal(edited[0, :9], plain[0, :9])
     assert edited[0, 9] == 17
+
+
+def test_a_block_changes_no_class():
+    """Python 3.13 stops remembering what it knows of a class that was changed some hundred times, for good."""
+    model, x, before = nn.Linear(3, 2), torch.randn(4, 3), (dict(vars(nn.Module)), dict(vars(torch.Tensor)))
+    same = lambda: all(dict(vars(kind)) == known for kind, known in zip((nn.Module, torch.Tensor), before, strict=True))
+    with unsum.gradients(model, unsum.Norms()), unsum.capture(model, ":input"):
+        model(x).square().sum().backward()
+        assert same()
+    assert same() and nn.Module.__call__.__code__.co_consts == nn.Module._wrapped_call_impl.__code__.co_consts
+    assert nn.Module.__call__.__code__.co_name == "_wrapped_call_impl"
+    with pytest.raises(ValueError, match="on purpose"), unsum.gradients(model, unsum.Norms()):
+        model(x)
+        raise ValueError("on purpose")
+    assert nn.Module.__call__.__code__.co_name == "_wrapped_call_impl"
+
+
+def test_blocks_that_clip_may_end_in_any_order():
+    register, retain = torch.Tensor.register_hook, torch.Tensor.retain_grad
+    blocks = [unsum.gradients(nn.Linear(3, 2), unsum.WeightedSum(lambda norms: 1 / norms)) for _ in range(3)]
+    for block in blocks:
+        block.__enter__()
+    assert torch.Tensor.register_hook is not register
+    for k in (1, 0, 2):
+        blocks[k].__exit__(None, None, None)
+    assert torch.Tensor.register_hook is register and torch.Tensor.retain_grad == retain
+    assert "retain_grad" not in vars(torch.Tensor)

@@ -101,6 +101,8 @@ class GradientsBlock:
         self._put_back: list[tuple[nn.Parameter, Tensor | None]] = []
         self._before: list[tuple[Any, Any]] = []  # reducers, and what they held before this backward
         self._clipping = Clipping(options.reducers, self._setting.wanted, self._found.by_id)
+        clips = any(isinstance(r, WeightedSum) and r.clips for r in options.reducers)  # there may be a second backward
+        self._unlisten = hooks.count_listening() if clips else None
         self._listened = hooks.listened()
         self._is_checked = self._is_new = False
         self._scale: Tensor | float | None = None
@@ -108,7 +110,7 @@ class GradientsBlock:
         self._calls: frozenset[int] = frozenset()
         self.passes = False  # whether calls inside the one under way need not be told
         self._blocks = hooks.open_block(self)
-        self._unwatch = hooks.on_calls(self, self._names.modules.values())
+        self._unwatch = hooks.on_calls(self)
         self._forward.open()
         return self._found
 
@@ -120,6 +122,8 @@ class GradientsBlock:
         hooks.close_block(self, self._blocks)
         self._unwatch()
         del self._unwatch  # which knows this object
+        if self._unlisten is not None:
+            self._unlisten()
         self._open = False
 
     def _taps(self) -> Tapping | None:

@@ -4,7 +4,8 @@ catching of `backward`.
 Everything here is undone by what it returns, or by `close`; nothing is active while no block is open.
 
 **Which block is asked?** The blocks opened by this thread; inside a backward, those of the thread that called it, also
-on the engine's own worker threads (CUDA), to which torch carries its thread-local objects.
+where torch runs backwards inside backwards on another thread, to which it carries its thread-local objects. (Only
+there: what is in that store is copied for every node of every backward, of this block and of all later ones.)
 
 **Catching backward.** `Tensor.backward`, `torch.autograd.backward` and `torch.autograd.grad` all end in one function,
 which is replaced while a block is open. A TorchFunctionMode would also see them, but every torch call would pass
@@ -43,7 +44,7 @@ from unsum.hooks.calls import Watcher as Watcher
 from unsum.hooks.calls import is_compiled as is_compiled
 from unsum.hooks.calls import on_calls as on_calls
 from unsum.hooks.calls import unwatched
-from unsum.hooks.listening import count_listening
+from unsum.hooks.listening import count_listening as _count_listening
 from unsum.hooks.listening import listened as listened
 
 _KEY = "unsum.blocks"
@@ -312,6 +313,11 @@ def close_block(block: Block, blocks: list[Block]) -> None:
                 _undo.pop()()
 
 
+def count_listening() -> Callable[[], None]:
+    """Count from now on how often the user listens (`listened`). Returns what ends it."""
+    return _count_listening(_Hook)
+
+
 def _begin() -> None:
     autograd: Any = torch.autograd
     engine = autograd._engine_run_backward
@@ -329,7 +335,6 @@ def _begin() -> None:
 
     autograd._engine_run_backward = caught
     _undo.append(restore)
-    _undo.append(count_listening(_Hook))
     if "torch._dynamo" in sys.modules:
         stance = torch.compiler.set_stance("force_eager")
         stance.__enter__()
@@ -346,7 +351,9 @@ def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any,
     call = Backward(roots, args[0], args[3], bool(args[1]), bool(args[2]), adds)
     begun: list[Block] = []
     failed = True
-    _stash(blocks)
+    _local.depth = depth = getattr(_local, "depth", 0) + 1
+    if depth > 1:  # torch may run backwards inside backwards on a thread of their own, if there are many
+        _stash(blocks)
     try:
         for block in blocks:
             begun.append(block)
@@ -360,7 +367,9 @@ def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any,
         failed = False
         return result
     finally:
-        _stash(outer)
+        _local.depth = depth - 1
+        if depth > 1:
+            _stash(outer)
         for block in begun:
             with exactly():
                 block.after_backward(failed=failed)

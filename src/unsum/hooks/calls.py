@@ -1,13 +1,14 @@
-"""Watching calls of modules. A block that wants to know of every call, but changes none, replaces a method of
-`nn.Module` while it is open: hooks on every module would take longer to register, and make every call slower."""
+"""Watching calls of modules. A block that wants to know of every call, but changes none, changes what `nn.Module` does
+when it is called while it is open: hooks on every module would take longer to register, and make every call slower."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from operator import attrgetter
+import warnings
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
 from typing import Any, Protocol
 
 from torch import nn
@@ -42,41 +43,40 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 class _Seam:
-    """A method of `nn.Module` through which calls pass, replaced while somebody watches."""
+    """The function behind `nn.Module.__call__`. While somebody watches, its code is another: the function, and the
+    class, are the same ones all the time. (To put another function into the class makes Python forget what it knows of
+    all its subclasses, twice in a step; and after some hundred times Python 3.13 no longer remembers it.)"""
 
-    def __init__(self, method: str) -> None:
-        self._method = method
+    def __init__(self, function: Any) -> None:
+        self._function, self._code = function, function.__code__
         self._watching: list[Watcher] = []  # in all threads
-        self._before: list[Callable[..., Any]] = []  # what was there, if ours is there
-        self._local = threading.local()
-
-        local, before = self._local, self._before
+        self._local = local = threading.local()
+        usual = FunctionType(self._code, function.__globals__, function.__name__)
 
         def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             watchers = getattr(local, "watchers", None)
             if not watchers:
-                return before[0](module, *args, **kwargs)
+                return usual(module, *args, **kwargs)
             if len(watchers) == 1:
                 watcher = watchers[0]
                 if watcher.passes:
-                    return before[0](module, *args, **kwargs)
+                    return usual(module, *args, **kwargs)
                 if is_compiled(module):
                     output = watcher.instead_of_call(module, args, kwargs)
                     if output is not NOTHING:
                         return output
-            call = before[0]
             begun = [watcher for watcher in watchers if watcher.before_call(module, args, kwargs)]
             if not begun:
-                return call(module, *args, **kwargs)
+                return usual(module, *args, **kwargs)
             output = None
             try:
-                output = call(module, *args, **kwargs)
+                output = usual(module, *args, **kwargs)
             finally:
                 for watcher in reversed(begun):
                     watcher.after_call(output)
             return output
 
-        self._watched = watched
+        self._watched = _calling(watched)
 
     def open(self, watcher: Watcher) -> Callable[[], None]:
         """Tell the watcher of calls in this thread. Returns what ends it, from any thread and in any order."""
@@ -84,50 +84,46 @@ class _Seam:
         watchers.append(watcher)
         with _lock:
             self._watching.append(watcher)
-            present = getattr(nn.Module, self._method)
-            if not self._before or present is self._before[0]:  # else ours is there, or below somebody's own
-                self._before[:] = [present]
-                setattr(nn.Module, self._method, self._watched)
+            self._function.__code__ = self._watched
         return functools.partial(self._close, watcher, watchers)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """As if nobody watched, for the only one who does."""
-        watchers, present = self._local.__dict__.get("watchers", []), getattr(nn.Module, self._method)
-        if present is not self._watched:
-            yield
-            return
-        self._local.watchers = []
-        setattr(nn.Module, self._method, self._before[0])
+        watchers, present = self._local.__dict__.get("watchers", []), self._function.__code__
+        self._local.watchers, self._function.__code__ = [], self._code
         try:
             yield
         finally:
-            self._local.watchers = watchers
-            setattr(nn.Module, self._method, present)
+            self._local.watchers, self._function.__code__ = watchers, present
 
     def _close(self, watcher: Watcher, watchers: list[Watcher]) -> None:
         watchers.remove(watcher)
         with _lock:
             self._watching.remove(watcher)
-            if (
-                not self._watching and getattr(nn.Module, self._method) is self._watched
-            ):  # else somebody's own is over it
-                setattr(nn.Module, self._method, self._before.pop())
+            if not self._watching:
+                self._function.__code__ = self._code
 
 
-_seams = {method: _Seam(method) for method in ("_call_impl", "__call__")}
+def _calling(function: Callable[..., Any]) -> CodeType:
+    """Code that calls a function, without a name for it: it runs among the names of another file."""
+    space: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a number that is called, in whose place the function is put
+        exec(f"def call(self, *args, **kwargs):\n    return {_NUMBER}(self, *args, **kwargs)", space)
+    code: CodeType = space["call"].__code__
+    return code.replace(co_consts=tuple(function if each == _NUMBER else each for each in code.co_consts))
 
 
-def on_calls(watcher: Watcher, modules: Iterable[nn.Module]) -> Callable[[], None]:
+_NUMBER = 7919
+_seam = _Seam(nn.Module._wrapped_call_impl)
+
+
+def on_calls(watcher: Watcher) -> Callable[[], None]:
     """Tell the watcher of all calls of modules in this thread. Returns what undoes it."""
-    # To replace a slot of a class makes Python go through all its subclasses, of which there are hundreds, twice in a
-    # step; but modules that were compiled in place have a `_call_impl` of their own.
-    compiled = set(map(id, map(attrgetter("_compiled_call_impl"), modules))) - {id(None)}
-    return _seams["__call__" if compiled else "_call_impl"].open(watcher)
+    return _seam.open(watcher)
 
 
-@contextlib.contextmanager
-def unwatched() -> Iterator[None]:
+def unwatched() -> contextlib.AbstractContextManager[None]:
     """As if nobody watched, for the only one who does."""
-    with _seams["__call__"].aside(), _seams["_call_impl"].aside():
-        yield
+    return _seam.aside()

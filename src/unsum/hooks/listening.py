@@ -9,6 +9,9 @@ from typing import Any
 from torch import Tensor
 
 _local = threading.local()
+_lock = threading.Lock()
+_counting: list[object] = []  # those who want it, in all threads
+_restore: list[Callable[[], None]] = []
 
 
 def listened() -> int:
@@ -17,7 +20,23 @@ def listened() -> int:
 
 
 def count_listening(ours: type) -> Callable[[], None]:
-    """Count from now on, but not hooks of this class. Returns what ends it."""
+    """Count from now on, but not hooks of this class. Returns what ends it, in any order with others."""
+    wish = object()
+    with _lock:
+        if not _counting:
+            _restore[:] = [_replace(ours)]
+        _counting.append(wish)
+
+    def end() -> None:
+        with _lock:
+            _counting.remove(wish)
+            if not _counting:
+                _restore.pop()()
+
+    return end
+
+
+def _replace(ours: type) -> Callable[[], None]:
     register, retain = Tensor.register_hook, Tensor.retain_grad
 
     def register_hook(self: Tensor, hook: Any) -> Any:
