@@ -57,7 +57,11 @@ _engine: list[Callable[..., Any]] = []  # torch's own, while a block is open
 _is_in_vmap, _is_in_old_vmap = torch._C._functorch.is_batchedtensor, torch._C._functorch.is_legacy_batchedtensor
 _keys = itertools.count(-1, -1)  # of hooks; torch's own are not negative
 _is_in_dynamo = torch.compiler.is_dynamo_compiling
-_functorch_level, _jit_state = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+_jit_state = torch._C._get_tracing_state
+# To ask for functorch's own stack makes one, which every backward of this thread would then copy for every node.
+_is_in_functorch = functools.partial(
+    torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+)
 _guards = getattr(torch._guards, "_TLS", None)  # what `TracingContext` asks, in a tenth of the time
 
 
@@ -449,7 +453,7 @@ def is_traced() -> bool:
     """Whether a hook would be baked into a trace now, or would see tensors that mean nothing afterwards."""
     return (
         _is_in_dynamo()  # first: torch may be reading these lines
-        or _functorch_level() is not None
+        or _is_in_functorch()
         or _jit_state() is not None
         or _context() is not None
         or ((fx := sys.modules.get("torch.fx._symbolic_trace")) is not None and fx.is_fx_symbolic_tracing())
@@ -461,7 +465,7 @@ def refuse_tracing(name: str) -> None:
     if not is_traced():
         return
     what = None
-    if _functorch_level() is not None:
+    if _is_in_functorch():
         what = "a torch.func transform (vmap, grad, jvp, ...)"
     elif _jit_state() is not None:
         what = "torch.jit.trace"
