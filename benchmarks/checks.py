@@ -55,7 +55,7 @@ def projected(found: dict[str, Tensor], model: nn.Module, losses: Any, x: Tensor
     losses(model, x, y).sum().backward()
     pairs = {}
     for n, p in model.named_parameters():
-        if p.dim() == 2:
+        if n in found and p.dim() == 2:
             left, right = (m.to(p.device) for m in projection(n, 0, 16, p.shape[0], p.shape[1]))
             pairs[n] = (found[n].float().sum(0), (left @ p.grad.float() @ right).flatten())
     return _furthest(pairs)

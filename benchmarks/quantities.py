@@ -81,7 +81,7 @@ def experts(batch: int, length: int, width: int, layers: int) -> Callable[[], An
 SMALL = {"width": 768, "depth": 12, "heads": 12, "vocabulary": 50304}
 LARGE = {"width": 2048, "depth": 8, "heads": 16, "vocabulary": 32000}
 CLIPPED = ("clipped", "clipped, factors", "clipped, memory=0", "clipped, with .grad")
-ALL = ("norms", *CLIPPED, "projected", "tokens", "dots", "captured")
+ALL = ("norms", *CLIPPED, "projected", "projected, linears", "tokens", "dots", "captured")
 MODELS: dict[str, dict[str, tuple[Callable[[], Any], tuple[str, ...]]]] = {
     "cuda": {
         "GPT-2 small shape B=16 T=1024": (gpt(16, length=1024, **SMALL), ALL),
@@ -118,14 +118,17 @@ def ways_of(model: nn.Module, losses: Any, x: Tensor, y: Tensor, names: tuple[st
             losses(model, x, y).sum().backward()
         return got
 
-    def frozen() -> None:
+    def with_frozen(step: Step, trained: set[int]) -> Any:
         for p in model.parameters():
-            p.requires_grad_(p is first)
-        losses(model, x, y).sum().backward()
+            p.requires_grad_(id(p) in trained)
+        found = step()
         for p in model.parameters():
             p.requires_grad_(True)
+        return found
 
-    first = next(model.parameters())
+    first = {id(next(model.parameters()))}
+    matrices = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear)}
+    project = lambda: block(unsum.Project(k=16), grad=False)[unsum.Project].by_parameter()
     possible: dict[str, Step] = {
         "norms": lambda: block(unsum.Norms())[unsum.Norms].sq_norms(),
         "clipped": lambda: block(unsum.WeightedSum(clip), grad=False)[unsum.WeightedSum].sum(),
@@ -134,14 +137,16 @@ def ways_of(model: nn.Module, losses: Any, x: Tensor, y: Tensor, names: tuple[st
         ),
         "clipped, memory=0": lambda: block(unsum.WeightedSum(clip, memory=0), grad=False)[unsum.WeightedSum].sum(),
         "clipped, with .grad": lambda: block(unsum.WeightedSum(clip))[unsum.WeightedSum].sum(),
-        "projected": lambda: block(unsum.Project(k=16), grad=False)[unsum.Project].by_parameter(),
+        "projected": project,
+        "projected, linears": lambda: with_frozen(project, matrices),
         "tokens": lambda: block(unsum.TokenNorms())[unsum.TokenNorms].norms(),
         "dots": lambda: (lambda g: g.dot(g))(block(grad=False)),
         "captured": captured,
     }
     plain = lambda: losses(model, x, y).sum().backward()
     chosen = {"plain": plain, "plain, again": plain} | {name: possible[name] for name in names}
-    return chosen | ({"plain, weights frozen": frozen} if "projected" in names else {})
+    frozen = {"plain, weights frozen": lambda: with_frozen(plain, first)}
+    return chosen | (frozen if "projected" in names else {})
 
 
 def held_as_factors(step: Step) -> Any:

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import unsum
-from unsum.errors import InteractionError, SamplesError, UnsupportedError
+from unsum.errors import InteractionError, OptionError, SamplesError, UnsupportedError
 
 N, T, D = 4, 6, 8
 SEQUENCES = torch.randn(N, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -1086,6 +1086,17 @@ def test_reads():
     with unsum.gradients(model, params="0.*") as g:
         scalar(model, SEQUENCES).backward()
     assert list(g) == ["0.weight", "0.bias"]
+    with unsum.gradients(model, params=["0.w*", "0.bias"]) as g:
+        scalar(model, SEQUENCES).backward()
+    assert list(g) == ["0.weight", "0.bias"]
+    for wrong in ([], 3, ["0.*", 3]):
+        with pytest.raises(OptionError, match="glob"), unsum.gradients(model, params=wrong):
+            pass
+    with (
+        pytest.raises(OptionError, match="'nothing' fits no parameter"),
+        unsum.gradients(model, params=["*", "nothing"]),
+    ):
+        pass
 
 
 # ---- check --------------------------------------------------------------------------------------------------------

@@ -547,6 +547,8 @@ def test_layers_through_kernels(net, way, monkeypatch):
     monkeypatch.setattr(costs, "is_fused", lambda *shape: True)
     monkeypatch.setattr(product, "_at_once", lambda n, size: n)
     monkeypatch.setattr("unsum.plan.pool.SMALL", {})
+    monkeypatch.setattr("unsum.kernels.grouped.ROWS", {})
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     served = fused.serves
     for on in (False, True):
         if on:

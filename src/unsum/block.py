@@ -56,7 +56,7 @@ class Options:
     exact: bool  # samples may interact
     verify: bool
     mean: bool  # the loss was a mean over samples
-    params: str
+    params: str | Sequence[str]
     grad: bool
     scaler: Any
 

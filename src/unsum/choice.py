@@ -34,7 +34,7 @@ class _Known:
     """The parameters of a model, as names and numbers, and what follows from them."""
 
     tree: tuple[tuple[Any, ...], ...]
-    choices: dict[tuple[str, tuple[bool, ...]], _Choice] = field(default_factory=dict)
+    choices: dict[tuple[tuple[str, ...], tuple[bool, ...]], _Choice] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,18 +49,21 @@ class Chosen:
 _known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
 
 
-def choose(names: Names, params: str) -> Chosen:
-    """The parameters that a glob chooses, if they are to be trained."""
-    if not isinstance(params, str):
-        raise OptionError(f"params={params!r}: a glob that chooses parameters by name, such as 'blocks.*.weight'")
+def choose(names: Names, params: str | Sequence[str]) -> Chosen:
+    """The parameters that a glob, or one of several, chooses, if they are to be trained."""
+    globs = (params,) if isinstance(params, str) else params
+    if not isinstance(globs, list | tuple) or not globs or not all(isinstance(glob, str) for glob in globs):
+        raise OptionError(
+            f"params={params!r}: a glob that chooses parameters by name, such as 'blocks.*.weight', or a list of them"
+        )
     parameters = list(names.parameters.values())
     known = _recall(names, parameters)
-    key = params, tuple(map(_wanted, parameters))
+    key = tuple(globs), tuple(map(_wanted, parameters))
     choice = known.choices.get(key)
     if choice is None:
         if len(known.choices) >= _KEPT:
             known.choices.clear()
-        choice = known.choices[key] = _chosen(names.parameters, params)
+        choice = known.choices[key] = _chosen(names.parameters, globs)
     chosen = choice.pick(parameters)
     return Chosen(
         dict(zip(choice.names, chosen, strict=True)),
@@ -77,10 +80,13 @@ def _recall(names: Names, parameters: Sequence[nn.Parameter]) -> _Known:
     return known
 
 
-def _chosen(parameters: Mapping[str, nn.Parameter], params: str) -> _Choice:
-    fits = set(fnmatch.filter(parameters, params))
-    if not fits and params != "*":
-        raise OptionError(f"params={params!r} fits no parameter; there are: {', '.join(list(parameters)[:8])}")
+def _chosen(parameters: Mapping[str, nn.Parameter], globs: Sequence[str]) -> _Choice:
+    fits: set[str] = set()
+    for glob in globs:
+        found = [glob] if glob in parameters else fnmatch.filter(parameters, glob)
+        if not found and glob != "*":
+            raise OptionError(f"params={glob!r} fits no parameter; there are: {', '.join(list(parameters)[:8])}")
+        fits.update(found)
     chosen = {name: p for name, p in parameters.items() if name in fits and p.requires_grad}
     places = [k for k, name in enumerate(parameters) if name in chosen]
     pick = itemgetter(*places) if len(places) > 1 else lambda things: [things[k] for k in places]

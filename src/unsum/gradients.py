@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ def gradients(
     interacting: Literal["error", "exact"] = "error",
     verify: bool = False,
     loss_reduction: Literal["mean"] | None = None,
-    params: str = "*",
+    params: str | Sequence[str] = "*",
     grad: bool = True,
     scaler: Any = None,
     keep: bool = False,
@@ -64,7 +65,7 @@ def gradients(
         verify: True runs the model some times more without gradients, with other samples' inputs, and refuses samples
             that interact though the graph shows no trace of it (detached statistics of the batch, mixup).
         loss_reduction: "mean" says that the loss was a mean over samples, and gives the gradients of each sample's own.
-        params: A glob that chooses parameters by name.
+        params: A glob that chooses parameters by name, or a list of globs.
         grad: False leaves every `.grad` as it was.
         scaler: A GradScaler whose scale is to be taken out.
         keep: True keeps the factors though there are reducers.

@@ -22,6 +22,7 @@ from unsum.kernels import launch, twins
 from unsum.kernels.traced import is_traced
 
 Make = Callable[..., Tensor]
+_HAS_TRITON = importlib.util.find_spec("triton") is not None  # not asked while torch writes down, which it cannot
 SMALL = 1 << 18  # numbers, below which starting a kernel takes longer than what it does
 NARROW = 64  # rows of a projection, up to which they fit a program
 PARTS = 1 << 28  # gradients of more numbers leave parts that are worth adding up at once
@@ -94,6 +95,8 @@ def offer(
 
 def _own(found: tuple[Tensor, ...], k: int) -> Tensor:
     here = found[k].untyped_storage().data_ptr()
+    if found[k].storage_offset():  # nor begin elsewhere than a tensor of their own would
+        return found[k].clone()
     return found[k].clone() if here and any(t.untyped_storage().data_ptr() == here for t in found[:k]) else found[k]
 
 
@@ -123,12 +126,7 @@ def is_on_a_gpu(tensor: Tensor) -> bool:
 
 def is_installed() -> bool:
     """Whether there is Triton, and kernels are not turned off."""
-    return os.environ.get("UNSUM_KERNELS", "").lower() != "off" and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return os.environ.get("UNSUM_KERNELS", "").lower() != "off" and _HAS_TRITON
 
 
 @functools.cache

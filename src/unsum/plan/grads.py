@@ -27,7 +27,7 @@ class Delivery:
     def put(self, parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
         """These are to be added to `.grad`, before `finish` returns."""
         if len(values) == 1:  # perhaps a part of what flows, which somebody may change in place: not to be waited with
-            accumulate(parameters, values)
+            _add(parameters, values)
             return
         self._parameters += parameters
         self._values += values
@@ -89,6 +89,19 @@ def _copies(values: Sequence[Tensor]) -> Sequence[Tensor]:
     return [value.clone() for value in values]
 
 
+def _lies_as(value: Tensor, parameter: Tensor) -> bool:
+    """Whether numbers follow each other as in the parameter; dimensions of size 1 have no say in it, as with torch."""
+    ours, theirs = value.stride(), parameter.stride()
+    return ours == theirs or all(
+        size == 1 or one == other for size, one, other in zip(value.shape, ours, theirs, strict=True)
+    )
+
+
+def _is_whole(value: Tensor) -> bool:
+    """Whether the memory is this tensor's alone."""
+    return not value._is_view() or value.untyped_storage().nbytes() == value.numel() * value.element_size()
+
+
 def _add(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
     sums: tuple[list[Tensor], list[Tensor]] = ([], [])
     copies: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -96,8 +109,8 @@ def _add(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
         if parameter.grad is not None:
             sums[0].append(parameter.grad)
             sums[1].append(value)
-        elif not value._is_view() and value.dtype == parameter.dtype and value.stride() == parameter.stride():
-            parameter.grad = value
+        elif value.dtype == parameter.dtype and _lies_as(value, parameter) and _is_whole(value):
+            parameter.grad = value.data  # no view of what it was made of
         else:
             parameter.grad = torch.empty_like(parameter, requires_grad=False)
             copies[0].append(parameter.grad)
