@@ -15,6 +15,7 @@ from unsum.errors import UnsupportedError
 from unsum.factors.windows import Geometry, Windows
 from unsum.kernels import costs, fused, grouped, launch, product, twins
 from unsum.kernels.traced import is_traced
+from unsum.plan.memory import forget
 
 kernels = pytest.importorskip("unsum.kernels.triton_kernels", reason="triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -551,6 +552,7 @@ def test_layers_through_kernels(net, way, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     served = fused.serves
     for on in (False, True):
+        forget(model)  # and what was written down without kernels
         if on:
             monkeypatch.setattr(fused, "is_on_a_gpu", lambda tensor: True)
             monkeypatch.setattr(fused, "serves", lambda name, *given: served(name, *given) and not used.add(name))
