@@ -1,5 +1,6 @@
 """Programs that once broke gradients by sample, each with plain autograd as the truth."""
 
+import contextlib
 import copy
 
 import pytest
@@ -314,3 +315,160 @@ def test_a_penalty_is_not_lost_where_we_supply_the_gradient():
             losses.append(loss)
         for ours, wanted in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, wanted.grad)
+
+
+# ---- plans and recordings -------------------------------------------------------------------------------------------
+
+
+class Viewed(nn.Module):
+    """A weight that is seen as another matrix, turned, and seen as a third."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.p = nn.Linear(4, 6), nn.Parameter(torch.randn(4, 6))
+
+    def forward(self, x):
+        return torch.tanh(self.inner(x) @ self.p.view(2, 12).t().reshape(6, 4))
+
+
+def test_a_view_of_a_weight_is_not_turned_as_the_weight_is():
+    model = Viewed()
+    for _ in range(6):
+        x = torch.randn(N, 5, 4)
+        compare(model, lambda x=x: model(x))
+        model.zero_grad()
+        with unsum.gradients(model, unsum.Norms()):
+            losses = model(x).flatten(1).square().sum(1)
+            losses.sum().backward(retain_graph=True)
+        torch.testing.assert_close(model.p.grad, truth_of(model, losses)["p"].sum(0))
+
+
+def test_a_plan_that_was_refused_is_not_remembered(monkeypatch):
+    """What the first batch refuses, later ones refuse."""
+    from unsum.plan.arrived import Arrived
+
+    model, x, asked = nn.Linear(3, 2), torch.randn(N, 3), []
+
+    def refuse(self, found):
+        asked.append(None)
+        raise SamplesError("on purpose")
+
+    monkeypatch.setattr(Arrived, "check", refuse)
+    for _ in range(5):
+        with pytest.raises(SamplesError, match="on purpose"), unsum.gradients(model, unsum.Norms()):
+            model(x).square().sum().backward()
+    assert len(asked) == 5
+    monkeypatch.undo()
+    compare(model, lambda: model(x))
+
+
+def test_a_first_backward_that_fails_proves_no_plan(monkeypatch):
+    from unsum.plan.arrived import Arrived
+
+    model, x, checks = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)), torch.randn(N, 3), []
+    check = Arrived.check
+    monkeypatch.setattr(Arrived, "check", lambda self, found: checks.append(None) or check(self, found))
+    for fails in (True, True, False, False):
+
+        def hook(grad, fails=fails):
+            if fails:
+                raise RuntimeError("on purpose")
+
+        expected = pytest.raises(RuntimeError, match="on purpose") if fails else contextlib.nullcontext()
+        with expected, unsum.gradients(model, unsum.Norms()):
+            hidden = model[0](x)
+            hidden.register_hook(hook)
+            model[2](model[1](hidden)).square().sum().backward()
+    assert len(checks) == 1  # of the first that came to its end
+
+
+class Scaled(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.p = nn.Parameter(torch.randn(size))
+
+    def forward(self, x):
+        return torch.tanh(x * self.p)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    ("model", "change", "shape"),
+    [
+        (Scaled(4), lambda m: setattr(m, "p", nn.Parameter(torch.randn(1))), (4,)),
+        (Scaled(1), lambda m: setattr(m, "p", nn.Parameter(torch.randn(4))), (4,)),
+        (
+            nn.Sequential(nn.Conv2d(1, 4, 3, stride=2), nn.Flatten(), nn.Linear(16, 2)),
+            lambda m: m.__setitem__(0, nn.Conv2d(1, 4, 2, stride=2)),
+            (1, 5, 5),
+        ),
+        (
+            nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)),
+            lambda m: setattr(m[0], "bias", nn.Parameter(torch.randn(1))),
+            (4,),
+        ),
+    ],
+    ids=["fewer", "more", "a kernel", "a bias"],
+)
+def test_a_parameter_of_the_same_name_and_another_shape(model, change, shape, grad):
+    model = copy.deepcopy(model).double()
+    for k in range(8):
+        if k == 4:
+            change(model)
+        x = torch.randn(N, *shape)
+        model.zero_grad()
+        with unsum.gradients(model, unsum.Norms(), grad=grad) as g:
+            losses = model(x).flatten(1).square().sum(1)
+            losses.sum().backward(retain_graph=True)
+        norms = g[unsum.Norms].by_parameter()
+        for name, wanted in truth_of(model, losses).items():
+            torch.testing.assert_close(norms[name], wanted.flatten(1).square().sum(1), msg=name)
+
+
+def test_a_sum_over_samples_is_not_taken_for_parts_of_norms():
+    """A bias whose gradients are too many to wait for others."""
+    model = nn.Sequential(nn.Linear(16, 3072), nn.ReLU(), nn.Linear(3072, 4)).float()
+    for _ in range(7):
+        x = torch.randn(32, 16, dtype=torch.float32)
+        model.zero_grad()
+        with unsum.gradients(model, unsum.Norms()) as g:
+            losses = model(x).square().sum(1)
+            losses.sum().backward(retain_graph=True)
+        truth = truth_of(model, losses)
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.grad, truth[name].sum(0), rtol=1e-4, atol=1e-5)
+            norms = g[unsum.Norms].by_parameter()[name]
+            torch.testing.assert_close(norms, truth[name].flatten(1).square().sum(1), rtol=1e-4, atol=1e-6)
+
+
+def test_a_checkpoint_that_is_switched_on_in_a_loop_works_after_one_refusal():
+    from torch.utils.checkpoint import checkpoint
+
+    inner = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+
+    class Model(nn.Module):
+        checkpointed = False
+
+        def __init__(self):
+            super().__init__()
+            self.inner, self.last = inner, nn.Linear(4, 2)
+
+        def forward(self, x):
+            x = checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
+            return self.last(x)
+
+    model, failed = Model(), 0
+    for k in range(8):
+        model.checkpointed = k > 3
+        x = torch.randn(N, 4)
+        try:
+            with unsum.gradients(model, unsum.Norms()) as g:
+                losses = model(x).square().sum(1)
+                losses.sum().backward()
+        except torch.utils.checkpoint.CheckpointError:
+            failed += 1
+            continue
+        truth = truth_of(model, model(x).square().sum(1))
+        wanted = sum(each.flatten(1).square().sum(1) for each in truth.values())
+        torch.testing.assert_close(g[unsum.Norms].sq_norms(), wanted)
+    assert failed <= 1

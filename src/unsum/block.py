@@ -33,7 +33,7 @@ from unsum.plan.grads import Delivery
 from unsum.plan.grouped import left_to_torch
 from unsum.plan.intake import Intake, are_listened, listens_to_all
 from unsum.plan.learn import Setting, inside, learn, number_of_samples
-from unsum.plan.memory import recall, remember
+from unsum.plan.memory import forget_plan, recall, remember, watch_again
 from unsum.plan.plan import Plan
 from unsum.plan.run import Run
 from unsum.plan.signature import Key, Survey, survey
@@ -105,6 +105,7 @@ class GradientsBlock:
         self._unlisten = hooks.count_listening() if clips else None
         self._listened = hooks.listened()
         self._is_checked = self._is_new = False
+        self._unproven: Hashable = None  # the key of a plan that was learnt in the backward under way
         self._scale: Tensor | float | None = None
         self._unscale: Tensor | float | None = None
         self._calls: frozenset[int] = frozenset()
@@ -242,7 +243,12 @@ class GradientsBlock:
         return hooks.Wish(self._tapping.only(nodes, tapped)) if call.accumulates and not call.inputs else None
 
     def _take_back(self) -> None:
-        """A backward has failed: as if it had not begun."""
+        """A backward has failed: as if it had not begun. What was learnt in it is not proven, and what was known of its
+        forward may be no longer so: a checkpoint was put around a part, say."""
+        if self._unproven is not None:
+            forget_plan(self._model, self._unproven)
+            self._unproven = None
+        watch_again(self._model)
         for reducer, held in self._before:
             reducer.restore(held)
         self._before = []
@@ -349,6 +355,7 @@ class GradientsBlock:
             plan = learn(call.roots, call.grads, nodes, known, self._setting, count)
         lasting = key is not None and plan.lasting and not self._sides.is_blind
         if lasting:
+            self._unproven = key
             remember(self._model, key, replace(plan, order=tuple(seen.at[node] for node in nodes)))
             plan = plan.fitted(nodes) or plan  # as in every later batch
         self._forward.learnt(lasting=lasting and not self._saved.is_needed)
@@ -432,6 +439,7 @@ class GradientsBlock:
             self._take_back()
             raise
         self._before = []
+        self._unproven = None
         self._found.take_in(intake, self._calls, self._scale, self._unscale)
 
     def _end_tapped(self, *, failed: bool) -> None:

@@ -465,7 +465,7 @@ def refuse_tracing(name: str) -> None:
     if not is_traced():
         return
     what = None
-    if _is_in_functorch():
+    if not _is_in_dynamo() and _is_in_functorch():
         what = "a torch.func transform (vmap, grad, jvp, ...)"
     elif _jit_state() is not None:
         what = "torch.jit.trace"

@@ -86,6 +86,7 @@ class Writer:
     def _guard(self, name: str, tensor: Tensor) -> None:
         known = self._value((tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device))
         self._lines.append(f"if ({name}.shape, {name}.stride(), {name}.dtype, {name}.device) != {known}: return None")
+        self._lines.append(f"if {name}.is_neg() or {name}.is_conj(): return None")  # numbers that are not what they say
 
     def _needed(self, found: Sequence[Tensor]) -> list[Step]:
         """Without what nobody reads."""

@@ -47,6 +47,7 @@ class Recording:
     reads: int = 0
     maps: bool = False  # whether it needs whose the rows are, which differs from batch to batch
     pooled: tuple[bool, ...] = ()  # of each parameter: whether what comes are gradients that wait for others
+    squares: tuple[bool, ...] = ()  # of each tensor that comes: whether it is squared norms
     misses: int = 0
 
 
@@ -168,7 +169,7 @@ class Digests:
         if found is None:
             return self._missed(place, at, delta)
         wanted = self._digest(place, self._nodes[at], delta)
-        if all(map(_is_as, found, wanted)):
+        if all(map(_is_as, found, wanted, known.squares)):
             known.stage = 3
         else:
             known.stage = -1
@@ -187,7 +188,7 @@ class Digests:
         except Exception as error:  # whatever it is, the usual way will say it
             log.info("unsum: %s is not recorded: %s", self._nodes[at].name(), error)
             return False
-        parts = found if self._pool is None else [_unsummed(tape, each) for each in found]
+        parts = [_unsummed(tape, each) if sq else each for each, sq in zip(found, known.squares, strict=True)]
         known.program, names = recorded.record(tape, parts), list(node.found)
         if known.program is not None:
             known.stage, known.reads, known.maps = 2, len(names), bool(self._maps(at))
@@ -200,6 +201,7 @@ class Digests:
         memo: dict[Any, Any] = {}
         found: list[Tensor] = []
         pooled: list[bool] = []
+        squares: list[bool] = []
         for route, name, wants_sum in place.wanted:
             parameter = self._parameters[name]
             by = replace(route.by)  # without what was found out of it before
@@ -212,15 +214,19 @@ class Digests:
                 factors = Factors(name, parameter, [Share(self._plan.n, [kind])], is_over=False)
                 sums = [factors.norms_and_sum()[1]] if wants_sum else []
                 found += [*[reducer.read(factors) for reducer in self._reducers], *sums]
+                squares += [False] * (len(found) - len(squares))
             elif pooled[-1]:
                 if not isinstance(kind, Scale | Dense):
                     raise recorded.NotRecordable("factors that wait for others")
                 found.append(kind.per_sample())
+                squares.append(False)
             elif wants_sum:
                 found += kind.norms_and_sum(in_parts=True) if isinstance(kind, Outer) else kind.norms_and_sum()
+                squares += [True, False]
             else:
                 found.append(kind.sq_norms())
-        place.known.pooled = tuple(pooled)
+                squares.append(True)
+        place.known.pooled, place.known.squares = tuple(pooled), tuple(squares)
         return found
 
     def _hand(self, place: Place, found: Sequence[Tensor]) -> None:
@@ -247,8 +253,8 @@ def _unsummed(tape: recorded.Tape, found: Tensor) -> Tensor:
     return found if parts is None or parts.dtype != found.dtype or parts.numel() > PARTS else parts
 
 
-def _is_as(found: Tensor, wanted: Tensor) -> bool:
-    return recorded.is_same(found if found.dim() == wanted.dim() else found.sum(0), wanted)
+def _is_as(found: Tensor, wanted: Tensor, is_squares: bool) -> bool:
+    return recorded.is_same(found.sum(0) if is_squares and found.dim() > wanted.dim() else found, wanted)
 
 
 def _as_key(layout: Layout) -> Hashable:

@@ -41,6 +41,13 @@ def remember(model: nn.Module, key: Hashable, plan: Plan) -> None:
         _forwards.pop(model, None)  # or a forward would be known whose graph is not
 
 
+def forget_plan(model: nn.Module, key: Hashable) -> None:
+    """Forget one plan."""
+    plans = _plans.get(model)
+    if plans is not None:
+        plans.pop(key, None)
+
+
 def is_in_a_loop(model: nn.Module) -> bool:
     """Whether any call of the model need not be watched again."""
     return any(seen.times > 1 for seen in _forwards.get(model, {}).values())

@@ -85,8 +85,7 @@ def _signed(known: Skeleton, nodes: list[Node], leaves: list[Tensor], called: tu
             shapes.append(tuple(meta.shape))
             shapes.append(meta.dtype)
     # A parameter's name says which it is, but its shape may have changed since.
-    sized = leaves if None in called else list(map(_variable, known.sized(nodes)))
-    found = (known, tuple(told), tuple(shapes), called, tuple(map(_shape, sized)), tuple(map(_dtype, sized)))
+    found = (known, tuple(told), tuple(shapes), called, tuple(map(_shape, leaves)), tuple(map(_dtype, leaves)))
     if found != last:
         known.last[:] = [found]
         return found

@@ -50,7 +50,6 @@ class Skeleton:
     kinds: tuple[type, ...]
     edges: tuple[int | None, ...]  # of each node: child and which of its outputs, in turn
     leaves: Pick
-    sized: Pick  # the leaves from whose shapes others follow
     shown: Pick  # whose shapes are read
     saved: tuple[tuple[Read, Pick], ...]  # what is read of the nodes of each kind
     number: int  # a hash of kinds and edges
@@ -72,33 +71,27 @@ def skeleton(nodes: Sequence[Node], kinds: tuple[type, ...], edges: tuple[int | 
         groups.setdefault(kind, []).append(k)
     leaves = groups.pop(Leaf, [])
     saved = [(reader(nodes[places[0]]), _pick(places)) for places in groups.values()]
-    follows, needed = _following(nodes, kinds, edges)
+    follows = _following(nodes, kinds, edges)
     shown = [k for k, kind in enumerate(kinds) if kind is not Leaf and k not in follows]
-    sized = [k for k in leaves if k in needed]
     told = tuple((read, pick) for read, pick in saved if read is not None)
-    return Skeleton(kinds, edges, _pick(leaves), _pick(sized), _pick(shown), told, hash((kinds, edges)))
+    return Skeleton(kinds, edges, _pick(leaves), _pick(shown), told, hash((kinds, edges)))
 
 
-def _following(
-    nodes: Sequence[Node], kinds: Sequence[type], edges: Sequence[int | None]
-) -> tuple[set[int], set[int | None]]:
-    """The nodes whose shapes and dtypes follow from others, and those from which they do."""
+def _following(nodes: Sequence[Node], kinds: Sequence[type], edges: Sequence[int | None]) -> set[int]:
+    """The nodes whose shapes and dtypes follow from others; in the end from leaves, which are all read."""
     found: set[int] = set()
-    needed: set[int | None] = set()
     all_below = list(_below(nodes, edges))
     names = [kind.__name__ for kind in kinds]
     for name, below in zip(names, all_below, strict=True):
         for edge in _SAYS.get(name, ()):
             child, output = below[edge] if edge < len(below) else (None, None)
             if child is not None and output == 0 and names[child] in _VIEWS and all_below[child][0][0] is not None:
-                found.add(child)
-                needed.add(all_below[child][0][0])  # for its dtype
+                found.add(child)  # with the dtype of what is below it
     for k, (name, below) in enumerate(zip(names, all_below, strict=True)):
         from_edges = _FOLLOWS.get(name)
         if from_edges is not None and all(edge < len(below) and below[edge][0] is not None for edge in from_edges):
             found.add(k)
-            needed |= {below[edge][0] for edge in from_edges}
-    return found, needed
+    return found
 
 
 def _below(nodes: Sequence[Node], edges: Sequence[int | None]) -> Iterator[list[tuple[int | None, int | None]]]:

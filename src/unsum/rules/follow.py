@@ -75,13 +75,19 @@ def _viewed(kind: Kind, shape: tuple[int, ...]) -> Kind | None:
 
 
 def _turned(kind: Kind, shape: tuple[int, ...]) -> Kind | None:
-    if isinstance(kind, Outer) and (len(kind.shape) == 2 or (len(kind.shape) == 3 and kind.groups == kind.shape[0])):
+    if isinstance(kind, Outer | Routed) and _is_own(kind):
         return replace(kind, turned=not kind.turned, shape=shape)
-    if isinstance(kind, Routed) and len(kind.shape) == 3 and kind.matrices == kind.shape[0]:
-        return replace(kind, turned=not kind.turned, shape=shape)
-    if isinstance(kind, Dense | Scale):
+    if isinstance(kind, Dense | Scale | Outer | Routed):
         return Dense(kind.per_sample().mT.reshape(kind.n, *shape))
     return None
+
+
+def _is_own(kind: Outer | Routed) -> bool:
+    """Whether the shape is that of the factors' matrix, or matrices side by side, and not of a view of it."""
+    count = kind.groups if isinstance(kind, Outer) else kind.matrices
+    o, i = kind.delta.shape[-1], kind.a.shape[-1]
+    matrix = (i, o) if kind.turned else (o, i)
+    return tuple(kind.shape) == (count, *matrix) or (count == 1 and tuple(kind.shape) == matrix)
 
 
 def _looked_up(kind: Dense | Scale, node: Node, shape: tuple[int, ...]) -> Kind | None:
@@ -119,7 +125,7 @@ def _sliced(kind: Kind, shape: tuple[int, ...], dim: int, first: int, last: int,
         whole = values.new_zeros(kind.n, *shape)
         whole.narrow(dim + 1, first, last - first).copy_(values)
         return Dense(whole)
-    if not isinstance(kind, Outer) or len(shape) != 2 or len(kind.shape) != 2:
+    if not isinstance(kind, Outer) or len(shape) != 2 or len(kind.shape) != 2 or not _is_own(kind):
         return None
     padding = (first, shape[dim] - last)
     if (dim == 0) != kind.turned:
