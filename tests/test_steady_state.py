@@ -273,3 +273,17 @@ def test_nothing_of_a_backward_that_failed_comes_with_the_next():
     ):
         torch.testing.assert_close(parameter.grad, wanted)
     assert len(g.ids) == 4
+
+
+def test_a_gradient_that_fills_its_memory_becomes_the_parameters_own():
+    whole, part = torch.randn(1, 3, 2), torch.randn(2, 3, 2)
+    turned = torch.randn(2, 3).t()
+    for value, is_adopted in ((whole[0], True), (part[0], False), (part[1], False), (turned, False)):
+        parameter = nn.Parameter(torch.zeros(3, 2))
+        grads.accumulate([parameter], [value])
+        assert torch.equal(parameter.grad, value) and not parameter.grad._is_view()
+        assert parameter.grad.stride() == parameter.stride()
+        assert (parameter.grad.data_ptr() == value.data_ptr()) == is_adopted
+        assert parameter.grad.untyped_storage().nbytes() == 6 * 4
+        grads.accumulate([parameter], [value])
+        assert torch.equal(parameter.grad, 2 * value if not is_adopted else value)
