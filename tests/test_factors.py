@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import unsum
+from modules import Using
 from test_gradients import IDS, IMAGES, NETS, SEQUENCES, Adapted, D, Experts, N, T, mlp, scalar
 from unsum.errors import InteractionError, SamplesError, UnsupportedError
 from unsum.graph import codes
@@ -27,17 +28,6 @@ def made(make, x):
         return make().double(), x
 
     return again
-
-
-class Using(nn.Module):
-    """One parameter, used by a function."""
-
-    def __init__(self, shape, use):
-        super().__init__()
-        self.p, self.use = nn.Parameter(torch.randn(shape)), use
-
-    def forward(self, x):
-        return self.use(x, self.p)
 
 
 def conv(kind, *args, **kwargs):

@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 import unsum
+from modules import Using
 from unsum.errors import UnsupportedError
 from unsum.factors.windows import Geometry, Windows
 from unsum.kernels import costs, fused, grouped, launch, product, twins
@@ -308,15 +309,6 @@ def test_a_backward_whose_norms_come_from_few_launches(scale_only, as_on_a_gpu):
             close(model.get_parameter(name).grad, each.sum(0), torch.float32)
         wanted = [("grouped_gram_sq_norms", 7), ("grouped_norm_sq_norms", 3), ("grouped_shift_sq_norms", 4)]
         assert sorted(as_on_a_gpu) == ([] if step == 0 else wanted)  # the first is learnt
-
-
-class Using(nn.Module):
-    def __init__(self, shape, use):
-        super().__init__()
-        self.p, self.use = nn.Parameter(torch.randn(shape)), use
-
-    def forward(self, x):
-        return self.use(x, self.p)
 
 
 def doubled(x, p):

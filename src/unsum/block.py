@@ -37,7 +37,8 @@ from unsum.plan.memory import forget_plan, recall, remember, watch_again
 from unsum.plan.plan import Plan
 from unsum.plan.run import Run
 from unsum.plan.signature import Key, Survey, survey
-from unsum.reducers import Norms, Reducer
+from unsum.reducers import Norms
+from unsum.reducing import Reducer
 from unsum.sites import Names, unwrapped
 from unsum.weighted import WeightedSum
 

@@ -1,124 +1,20 @@
-"""Reducers: numbers from factors while backward runs, parameter by parameter, so that nothing is kept.
-
-A reducer is any object with three methods. `begin(n, again)`: a backward with n samples begins; `again` if these
-samples had one before. `take(name, factors)`: the gradients of one parameter are complete. `end(left)`: the backward is
-over; `left` names the parameters that nothing reached.
-"""
+"""Reducers: numbers from factors while backward runs, parameter by parameter, so that nothing is kept. What all of them
+have in common is in `reducing`."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from unsum.errors import OptionError, SamplesError
 from unsum.factors.factors import Factors
+from unsum.reducing import Reading, Reduction
+from unsum.reducing import Reducer as Reducer
 
 
-@runtime_checkable
-class Reducer(Protocol):
-    """What consumes factors as they come."""
-
-    def begin(self, n: int, again: bool) -> None: ...
-    def take(self, name: str, factors: Factors) -> None: ...
-    def end(self, left: Sequence[str]) -> None: ...
-
-
-class Readable(Reducer, Protocol):
-    """A reducer that reads one tensor of each parameter's factors, and needs nothing else of them."""
-
-    power: int  # of what multiplies every gradient, in what is read
-
-    def reads(self) -> Hashable:
-        """What is read: another, another recording."""
-        ...
-
-    def read(self, factors: Factors) -> Tensor:
-        """What it wants of a parameter."""
-        ...
-
-    def receive(self, name: str, value: Tensor) -> None:
-        """What was read."""
-        ...
-
-
-class _Reducer:
-    """The state that all reducers have: results are read after a backward."""
-
-    _adds = False  # whether a second backward of the same samples may be added to the first
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything: a block begins."""
-        self._calls: list[frozenset[int]] = []  # of each group of samples: the forwards that they came with
-        self._sizes: list[int] = []
-        self._now = 0  # which group the backward under way belongs to
-        self._positions: int | None = None
-        self.left_out: list[str] = []
-
-    def save(self) -> dict[str, Any]:
-        """What is held now, for `restore` if the backward that begins fails."""
-        return {name: _copied(value) for name, value in vars(self).items()}
-
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Forget what came since `save`."""
-        vars(self).update(saved)
-
-    def select(self, calls: frozenset[int], positions: int | None) -> None:
-        """The samples of these forwards have a backward; their input has so many positions, if that is known."""
-        known = [k for k, group in enumerate(self._calls) if group & calls]
-        self._now = known[0] if known else len(self._calls)
-        self._positions = positions
-        if known:
-            self._calls[self._now] |= calls
-        else:
-            self._calls.append(calls)
-
-    def begin(self, n: int, again: bool) -> None:
-        """A backward with n samples begins."""
-        if again and not self._adds:
-            raise SamplesError(
-                f"{type(self).__name__}: a second backward through the same samples; what it gives does not add up.\n"
-                "  add the losses before one backward, or keep the factors (keep=True)"
-            )
-        if not again:
-            self._sizes.append(n)
-
-    def samples(self) -> int:
-        """How many have had a backward."""
-        return sum(self._sizes)
-
-    def before_now(self) -> int:
-        """How many of them come before those of the backward under way."""
-        return sum(self._sizes[: self._now])
-
-    def end(self, left: Sequence[str]) -> None:
-        """The backward is over."""
-
-    def _check(self) -> None:
-        if not self._sizes:
-            raise SamplesError(f"{type(self).__name__}: no backward was seen, so there are no samples")
-
-    def _in_order(self, parts: dict[int, Tensor]) -> Tensor:
-        """(n, …): what each group has, in the order of the forwards; zeros where there is nothing."""
-        like = next(iter(parts.values()))
-        order = sorted(range(len(self._sizes)), key=lambda k: min(self._calls[k]))
-        found = [parts[k] if k in parts else like.new_zeros(self._sizes[k], *like.shape[1:]) for k in order]
-        return found[0] if len(found) == 1 else torch.cat(found)
-
-
-def _copied(value: Any) -> Any:
-    """Containers are copied, tensors are not: they are never changed in place here."""
-    if isinstance(value, dict):
-        return {key: _copied(held) for key, held in value.items()}
-    return list(value) if isinstance(value, list) else value
-
-
-class Norms(_Reducer):
+class Norms(Reading):
     """The norm of each sample's gradient.
 
     Examples:
@@ -130,15 +26,11 @@ class Norms(_Reducer):
         tensor([2., 2., 2.])
     """
 
+    power = 2
+
     def reset(self) -> None:
         super().reset()
         self._squares: dict[int, list[tuple[Sequence[str], Tensor]]] = {}  # of each group, as they came
-
-    power = 2
-
-    def take(self, name: str, factors: Factors) -> None:
-        """The gradients of one parameter."""
-        self.receive(name, self.read(factors))
 
     def reads(self) -> Hashable:
         """What is read of factors."""
@@ -209,7 +101,7 @@ def _whole(names: Sequence[str], squares: Tensor) -> Tensor:
     return whole[:, 0] if whole.shape[1] == 1 else whole.sum(1)
 
 
-class TokenNorms(_Reducer):
+class TokenNorms(Reading):
     """The norm of each token's part of the gradient, over the parameters whose positions are the input's.
 
     Examples:
@@ -220,6 +112,8 @@ class TokenNorms(_Reducer):
         >>> g[unsum.TokenNorms].norms().shape
         torch.Size([4, 5])
     """
+
+    power = 2
 
     def __init__(self, positions: int | None = None) -> None:
         self._given = positions
@@ -238,8 +132,6 @@ class TokenNorms(_Reducer):
             self.left_out.append(name)
             return
         self.receive(name, squares)
-
-    power = 2
 
     def reads(self) -> Hashable:
         """What is read of factors."""
@@ -285,7 +177,7 @@ class TokenNorms(_Reducer):
         return self.sq_norms().sqrt()
 
 
-class SecondMoment(_Reducer):
+class SecondMoment(Reduction):
     """Σ_n |g_n|², number by number: with the sum, the variance of gradients and the noise scale.
 
     Examples:
@@ -316,7 +208,7 @@ class SecondMoment(_Reducer):
         return self._sums
 
 
-class Project(_Reducer):
+class Project(Reading):
     """Random projections: k·k numbers for each parameter. Their inner products are, on average, those of gradients.
 
     Examples:
@@ -329,6 +221,7 @@ class Project(_Reducer):
     """
 
     _adds = True
+    power = 1
 
     def __init__(self, k: int = 16, seed: int = 0) -> None:
         if not isinstance(k, int) or k < 1:
@@ -340,12 +233,6 @@ class Project(_Reducer):
         super().reset()
         self._parts: dict[str, dict[int, Tensor]] = {}
 
-    def take(self, name: str, factors: Factors) -> None:
-        """The gradients of one parameter."""
-        self.put(name, self.read(factors))
-
-    power = 1
-
     def reads(self) -> Hashable:
         """What is read of factors."""
         return "projected", self._k, self._seed
@@ -354,15 +241,11 @@ class Project(_Reducer):
         """(n, k·k)."""
         return factors.project(self._k, self._seed)
 
-    def receive(self, name: str, value: Tensor) -> None:
-        """A parameter's projection."""
-        self.put(name, value)
-
     def options(self) -> tuple[int, int]:
         """k and the seed."""
         return self._k, self._seed
 
-    def put(self, name: str, value: Tensor) -> None:
+    def receive(self, name: str, value: Tensor) -> None:
         """Add to a parameter's (n, k·k)."""
         parts = self._parts.setdefault(name, {})
         parts[self._now] = parts[self._now] + value if self._now in parts else value
@@ -378,7 +261,7 @@ class Project(_Reducer):
         return torch.cat([parts[name] for name in sorted(parts)], 1)
 
 
-class Kronecker(_Reducer):
+class Kronecker(Reduction):
     """A = Σ a aᵀ and G = Σ δ δᵀ of every parameter that is met by outer products. Positions without a gradient
     (padding) are no positions.
 

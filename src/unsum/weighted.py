@@ -12,10 +12,11 @@ from unsum.errors import OptionError, SamplesError, UnsupportedError
 from unsum.factors.factors import Factors
 from unsum.holding import AGAIN, ALWAYS, GRADIENTS, Size, choose, free_memory
 from unsum.kernels.product import squares
-from unsum.reducers import _Reducer, in_rows
+from unsum.reducers import in_rows
+from unsum.reducing import Reduction
 
 
-class WeightedSum(_Reducer):
+class WeightedSum(Reduction):
     """Σ w_n G_n of every parameter. `w` is of shape (n,), or a function of the norms (n,) that gives the weights
     (clipping). Norms are known only when the backward is over; what is held of the gradients until then is chosen,
     parameter by parameter, before the backward begins, and told by `chosen`:

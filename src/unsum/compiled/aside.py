@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unsum.factors.grouping import grouping
 from unsum.factors.outer import Outer
 from unsum.factors.scale import Scale
 from unsum.factors.total import Kind
 from unsum.kernels import grouped
-from unsum.kernels.product import wide
 from unsum.kernels.traced import hint
 
 
@@ -43,29 +43,22 @@ class Aside:
 
     def take(self, name: str, kind: Kind, dtype: torch.dtype) -> bool:
         """Whether these factors, of a parameter of this dtype, were set aside."""
-        if not isinstance(kind, Outer | Scale) or kind.lengths is not None or wide(dtype) != torch.float32:
+        found = grouping(kind, dtype)
+        if found is None or not isinstance(kind, Outer | Scale):
             return False
-        n, t = kind.delta.shape[:2]
-        device = kind.delta.device
-        if not grouped.is_small(hint(n) * hint(t), device.type) or not grouped.is_ready(device, kind.delta.dtype):
+        way, tensors = found
+        delta = kind.delta
+        n, t = delta.shape[:2]
+        if not grouped.is_small(hint(n) * hint(t), delta.device.type):
             return False
-        if isinstance(kind, Outer):
-            i, o = kind.a.shape[2], kind.delta.shape[2]
-            if kind.groups > 1 or not grouped.suits(hint(n), hint(t), i, o, device.type) or not self._hold(kind.delta):
-                return False
-            self._group("gram", n, t).held[name] = kind.a, kind.delta
-            return True
-        if not kind.is_whole or (kind.x is not None and kind.normalised is None) or not self._hold(kind.delta):
+        if not grouped.is_ready(delta.device, delta.dtype) or not self._hold(delta):
             return False
         norms = self._group("norm", n, t)
-        if kind.normalised is not None:
-            norms.held[name] = kind.delta, *kind.normalised
-            return True
-        scale = next((other for other, held in norms.held.items() if held[0] is kind.delta), None)
+        scale = next((other for other, held in norms.held.items() if way == "shift" and held[0] is delta), None)
         if scale is not None:
             norms.beside[scale] = name
         else:
-            self._group("shift", n, t).held[name] = (kind.delta,)
+            self._group(way, n, t).held[name] = tensors
         return True
 
     def _hold(self, delta: Tensor) -> bool:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from unsum.errors import SamplesError
 from unsum.factors.factors import Factors, kept_numbers, projection, sides
-from unsum.reducers import Norms, Project, Reducer, TokenNorms
+from unsum.reducers import Norms, Project, TokenNorms
+from unsum.reducing import Reducer
 from unsum.weighted import WeightedSum
 
 Shape = tuple[int, ...]
@@ -207,7 +208,7 @@ class _ProjectForm:
         whole = values[0] if scale is None else values[0] * scale
         sizes = [kept_numbers(shape, self._k) for shape in self._shapes.values()]
         for name, part in zip(self._shapes, whole.split(sizes, 1), strict=True):
-            self._to.put(name, part)
+            self._to.receive(name, part)
 
 
 @lru_cache(maxsize=16)

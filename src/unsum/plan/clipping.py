@@ -13,7 +13,7 @@ from unsum import hooks
 from unsum.graph.nodes import Node
 from unsum.plan.again import Again, is_possible
 from unsum.plan.plan import Plan
-from unsum.reducers import Reducer
+from unsum.reducing import Reducer
 from unsum.weighted import WeightedSum
 
 log = logging.getLogger("unsum")

@@ -26,7 +26,8 @@ from unsum.kernels import fused, recorded
 from unsum.plan.plan import Plan, Route
 from unsum.plan.pool import Pool, waits
 from unsum.plan.signature import plain
-from unsum.reducers import Norms, Project, Readable, Reducer, TokenNorms
+from unsum.reducers import Norms, Project, TokenNorms
+from unsum.reducing import Reading, Reducer
 from unsum.rules.follow import finished
 from unsum.rules.registry import Call
 
@@ -34,7 +35,7 @@ log = logging.getLogger("unsum")
 
 PARTS = 1 << 20  # numbers, up to which parts of squared norms are left to be added up at the end
 TRIES = 3  # recordings of one place, if strides differ from batch to batch
-_READABLE = (Norms, TokenNorms, Project)
+_READABLE = (Norms, TokenNorms, Project)  # exactly these: a subclass may take otherwise
 
 
 @dataclass(eq=False, slots=True)
@@ -73,7 +74,7 @@ class Digests:
         plan: Plan,
         nodes: Sequence[Node],
         parameters: Mapping[str, nn.Parameter],
-        reducers: Sequence[Readable],
+        reducers: Sequence[Reading],
         skipped: frozenset[str],
         pool: Pool | None,
         put: Callable[[Route, str, Sequence[Tensor]], None],

@@ -6,17 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from unsum.factors.grouping import Way, grouping
 from unsum.factors.outer import Outer
 from unsum.factors.scale import Scale
-from unsum.factors.total import Kind
 from unsum.graph.nodes import Node
 from unsum.kernels import grouped
-from unsum.kernels.product import wide
 from unsum.plan.plan import Plan, Route
 from unsum.plan.teams import Left, Team
 from unsum.rules.follow import finished
@@ -28,7 +26,7 @@ class Form:
     """How a parameter's norms come from what a meeting has left: from which of δ (0) and the tensors that were saved
     (from 1 on)."""
 
-    way: Literal["gram", "shift", "norm"]
+    way: Way
     columns: tuple[int, ...]
 
 
@@ -115,32 +113,22 @@ def _template(
     """The rules are applied to one meeting: where its factors are the very tensors that it leaves, so are those of the
     others."""
     forms, counts, memo = [], set(), {}  # type: ignore[var-annotated]
-    n, device = team.routes[0].by.n, left[0].device.type
     for route in team.routes:
         kind = route.rule.make(Call(node, left[0], route.by, route.shape, memo=memo))
         parameter = parameters[str(route.parameter)]
-        if kind is None or wide(parameter.dtype) != torch.float32:
+        if kind is None:
             return None
         kind = finished(kind, parameter, turned=route.turned)
-        form = _form(kind, left, n, device)
-        if form is None or not isinstance(kind, Outer | Scale):
+        found = grouping(kind, parameter.dtype)
+        if found is None or not isinstance(kind, Outer | Scale):
             return None
-        forms.append(form)
+        way, tensors = found
+        columns = _columns(tensors, left)
+        if columns is None:
+            return None
+        forms.append(Form(way, columns))
         counts.add(kind.delta.shape[1])
     return (forms, counts.pop()) if len(counts) == 1 else None
-
-
-def _form(kind: Kind, left: Sequence[Tensor], n: int, device: str) -> Form | None:
-    columns: tuple[int, ...] | None = None
-    if isinstance(kind, Outer) and kind.groups == 1 and kind.lengths is None:
-        (_, t, i), o = kind.a.shape, kind.delta.shape[-1]
-        columns = _columns((kind.a, kind.delta), left) if grouped.suits(n, t, i, o, device) else None
-        return None if columns is None else Form("gram", columns)
-    if isinstance(kind, Scale) and kind.is_whole and kind.lengths is None:
-        if kind.x is None or kind.normalised is not None:
-            columns = _columns((kind.delta, *(kind.normalised or ())), left)
-        return None if columns is None else Form("shift" if kind.x is None else "norm", columns)
-    return None
 
 
 def _columns(tensors: Sequence[Tensor], left: Sequence[Tensor]) -> tuple[int, ...] | None:

@@ -20,7 +20,8 @@ from unsum.plan.plan import Meeting, Plan, Route
 from unsum.plan.pool import Pool
 from unsum.plan.together import Together
 from unsum.plan.unchanged import Held, refuse_changed, versions
-from unsum.reducers import Norms, Reducer
+from unsum.reducers import Norms
+from unsum.reducing import Reducer
 from unsum.weighted import WeightedSum
 
 _hooks, _later_hooks = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")

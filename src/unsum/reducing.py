@@ -1,0 +1,123 @@
+"""What reducers have in common: the samples that have had a backward, in which order they came, and what is held.
+
+A reducer is any object with three methods. `begin(n, again)`: a backward with n samples begins; `again` if these
+samples had one before. `take(name, factors)`: the gradients of one parameter are complete. `end(left)`: the backward is
+over; `left` names the parameters that nothing reached.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from unsum.errors import SamplesError
+from unsum.factors.factors import Factors
+
+
+@runtime_checkable
+class Reducer(Protocol):
+    """What consumes factors as they come."""
+
+    def begin(self, n: int, again: bool) -> None: ...
+    def take(self, name: str, factors: Factors) -> None: ...
+    def end(self, left: Sequence[str]) -> None: ...
+
+
+class Reduction:
+    """The state that all reducers have: results are read after a backward."""
+
+    _adds = False  # whether a second backward of the same samples may be added to the first
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: a block begins."""
+        self._calls: list[frozenset[int]] = []  # of each group of samples: the forwards that they came with
+        self._sizes: list[int] = []
+        self._now = 0  # which group the backward under way belongs to
+        self._positions: int | None = None
+        self.left_out: list[str] = []
+
+    def save(self) -> dict[str, Any]:
+        """What is held now, for `restore` if the backward that begins fails."""
+        return {name: _copied(value) for name, value in vars(self).items()}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Forget what came since `save`."""
+        vars(self).update(saved)
+
+    def select(self, calls: frozenset[int], positions: int | None) -> None:
+        """The samples of these forwards have a backward; their input has so many positions, if that is known."""
+        known = [k for k, group in enumerate(self._calls) if group & calls]
+        self._now = known[0] if known else len(self._calls)
+        self._positions = positions
+        if known:
+            self._calls[self._now] |= calls
+        else:
+            self._calls.append(calls)
+
+    def begin(self, n: int, again: bool) -> None:
+        """A backward with n samples begins."""
+        if again and not self._adds:
+            raise SamplesError(
+                f"{type(self).__name__}: a second backward through the same samples; what it gives does not add up.\n"
+                "  add the losses before one backward, or keep the factors (keep=True)"
+            )
+        if not again:
+            self._sizes.append(n)
+
+    def samples(self) -> int:
+        """How many have had a backward."""
+        return sum(self._sizes)
+
+    def before_now(self) -> int:
+        """How many of them come before those of the backward under way."""
+        return sum(self._sizes[: self._now])
+
+    def end(self, left: Sequence[str]) -> None:
+        """The backward is over."""
+
+    def _check(self) -> None:
+        if not self._sizes:
+            raise SamplesError(f"{type(self).__name__}: no backward was seen, so there are no samples")
+
+    def _in_order(self, parts: dict[int, Tensor]) -> Tensor:
+        """(n, …): what each group has, in the order of the forwards; zeros where there is nothing."""
+        like = next(iter(parts.values()))
+        order = sorted(range(len(self._sizes)), key=lambda k: min(self._calls[k]))
+        found = [parts[k] if k in parts else like.new_zeros(self._sizes[k], *like.shape[1:]) for k in order]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _copied(value: Any) -> Any:
+    """Containers are copied, tensors are not: they are never changed in place here."""
+    if isinstance(value, dict):
+        return {key: _copied(held) for key, held in value.items()}
+    return list(value) if isinstance(value, list) else value
+
+
+class Reading(Reduction, ABC):
+    """Reads one tensor of each parameter's factors, and needs nothing else of them: what it calls may be recorded."""
+
+    power: int  # of what multiplies every gradient, in what is read
+
+    def take(self, name: str, factors: Factors) -> None:
+        """The gradients of one parameter."""
+        self.receive(name, self.read(factors))
+
+    @abstractmethod
+    def reads(self) -> Hashable:
+        """What is read: another, another recording."""
+
+    @abstractmethod
+    def read(self, factors: Factors) -> Tensor:
+        """What is wanted of a parameter."""
+
+    @abstractmethod
+    def receive(self, name: str, value: Tensor) -> None:
+        """What was read of a parameter."""
