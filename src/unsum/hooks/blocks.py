@@ -1,0 +1,246 @@
+"""The blocks that are open, and the catching of `backward`.
+
+**Which block is asked?** The blocks opened by this thread; inside a backward, those of the thread that called it, also
+where torch runs backwards inside backwards on another thread, to which it carries its thread-local objects. (Only
+there: what is in that store is copied for every node of every backward, of this block and of all later ones.)
+
+**Catching backward.** `Tensor.backward`, `torch.autograd.backward` and `torch.autograd.grad` all end in one function,
+which is replaced while a block is open. A TorchFunctionMode would also see them, but every torch call would pass
+through it (up to 13 % of a step); replacing the public functions misses whoever imported them by name.
+
+**One thread.** Torch runs the nodes of a GPU's tensors on a thread of its own. Handing Python's lock to and fro for
+every hook can cost more than the hooks themselves (a step with norms took twice as long as it does now), so a backward
+that a block sees runs on the thread that called it. The order of nodes and streams is the same.
+
+**Compiled models** never call a hook that was added after compilation. While a block is open, compiled code runs
+eagerly (`torch.compiler.set_stance`), unless the only block that is open runs it `aside` with taps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from unsum.hooks.calls import unwatched
+from unsum.hooks.listening import count_listening as _count_listening
+from unsum.hooks.registering import Ours, exactly
+
+_KEY = "unsum.blocks"
+_lock = threading.Lock()
+_gate = threading.RLock()  # held while a compiled model runs compiled: no other thread may open a block meanwhile
+_local = threading.local()
+_open: list[Block] = []  # in all threads
+_undo: list[Callable[[], None]] = []
+_engine: list[Callable[..., Any]] = []  # torch's own, while a block is open
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A call of torch's engine."""
+
+    roots: Sequence[Any]
+    grads: Sequence[Tensor | None]
+    inputs: Sequence[Any]  # to which alone gradients are brought; empty for all leaves
+    retain_graph: bool
+    create_graph: bool
+    accumulates: bool  # adds to .grad, rather than returning gradients
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a block that is alone may ask of a backward."""
+
+    only: Sequence[Tensor] | None = None  # the leaves to which alone torch is to bring gradients
+    retain_graph: bool = False  # there will be another backward through it
+
+
+class Block(Protocol):
+    """Something open that wants to know when a backward begins and ends."""
+
+    def before_backward(self, call: Backward) -> Wish | None:
+        """What it asks for is done if it is the only block."""
+        ...
+
+    def after_backward(self, *, failed: bool) -> None: ...
+
+
+def none_open() -> bool:
+    """Whether no block is open in any thread. Something that `torch.compile` can read."""
+    return not _open
+
+
+def here() -> Sequence[Block]:
+    """The blocks that see what happens now, in this thread."""
+    own: list[Block] = getattr(_local, "blocks", [])
+    if own or not torch._C._is_key_in_tls(_KEY):
+        return own
+    return torch._C._get_obj_in_tls(_KEY)  # type: ignore[no-any-return]
+
+
+def are_here(blocks: Sequence[Block] | None) -> bool:
+    """Whether these, as `open_block` has given them, are the blocks that see what this thread does now; None for a
+    block that is closed."""
+    return blocks is not None and getattr(_local, "blocks", None) is blocks
+
+
+def open_block(block: Block) -> list[Block]:
+    """Make `block` see what this thread does from now on. Returns the list to hand to `close_block`."""
+    with _gate, _lock:
+        if not _open:
+            _begin()
+        _open.append(block)
+    if not hasattr(_local, "blocks"):
+        _local.blocks = []
+    blocks: list[Block] = _local.blocks
+    blocks.append(block)
+    return blocks
+
+
+def close_block(block: Block, blocks: list[Block]) -> None:
+    """Undo `open_block`, from any thread and in any order."""
+    blocks.remove(block)
+    with _lock:
+        _open.remove(block)
+        if not _open:
+            while _undo:
+                _undo.pop()()
+
+
+@contextlib.contextmanager
+def alone(block: Block) -> Iterator[bool]:
+    """Whether no other block is open, in any thread; none is opened within."""
+    with _gate:
+        yield _open == [block]
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """As if no block were open, for the only one that is: compiled code runs compiled, or is compiled."""
+    blocks, _local.blocks = _local.blocks, []
+    stance = torch.compiler.set_stance("default")
+    try:
+        with unwatched():  # what torch compiles must not go through what watches
+            yield
+    finally:
+        stance.__exit__(None, None, None)
+        _local.blocks = blocks
+
+
+def count_listening() -> Callable[[], None]:
+    """Count from now on how often the user listens (`listened`). Returns what ends it."""
+    return _count_listening(Ours)
+
+
+def _begin() -> None:
+    autograd: Any = torch.autograd
+    engine = autograd._engine_run_backward
+    _engine[:] = [engine]
+
+    def caught(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        stand_in = getattr(_local, "stand_in", None)
+        if stand_in is not None:
+            return stand_in(roots, args[0], args[3], bool(kwargs.get("accumulate_grad", False)))
+        return _backward(engine, roots, args, kwargs)
+
+    def restore() -> None:
+        if autograd._engine_run_backward is caught:
+            autograd._engine_run_backward = engine
+
+    autograd._engine_run_backward = caught
+    _undo.append(restore)
+    if "torch._dynamo" in sys.modules:
+        stance = torch.compiler.set_stance("force_eager")
+        stance.__enter__()
+        _undo.append(lambda: stance.__exit__(None, None, None))
+
+
+def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the engine; a backward inside a backward (reentrant checkpoints) belongs to the outer one."""
+    blocks = list(here())
+    if not blocks:
+        return engine(roots, *args, **kwargs)
+    outer = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
+    adds = bool(kwargs.get("accumulate_grad", False))
+    call = Backward(roots, args[0], args[3], bool(args[1]), bool(args[2]), adds)
+    begun: list[Block] = []
+    failed = True
+    _local.depth = depth = getattr(_local, "depth", 0) + 1
+    if depth > 1:  # torch may run backwards inside backwards on a thread of their own, if there are many
+        _stash(blocks)
+    try:
+        for block in blocks:
+            begun.append(block)
+            with exactly():
+                wish = block.before_backward(call)
+            if wish is not None and len(blocks) == 1:
+                inputs = args[3] if wish.only is None else tuple(wish.only)
+                args = (args[0], call.retain_graph or wish.retain_graph, args[2], inputs, *args[4:])
+        with torch.autograd.set_multithreading_enabled(False):
+            result = engine(roots, *args, **kwargs)
+        failed = False
+        return result
+    finally:
+        _local.depth = depth - 1
+        if depth > 1:
+            _stash(outer)
+        for block in begun:
+            with exactly():
+                block.after_backward(failed=failed)
+
+
+def unseen_backward(
+    edges: Sequence[Any], grads: Sequence[Tensor], inputs: Sequence[Any], *, retain_graph: bool
+) -> tuple[Tensor | None, ...]:
+    """The gradients of `inputs`, by a backward of ours that no block of this thread sees; no `.grad` is touched. Hooks
+    on tensors in between fire."""
+    own, _local.blocks = getattr(_local, "blocks", []), []
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            return _engine[0](  # type: ignore[no-any-return]
+                tuple(edges), tuple(grads), retain_graph, False, tuple(inputs),
+                allow_unreachable=True, accumulate_grad=False,
+            )  # fmt: skip
+    finally:
+        _local.blocks = own
+
+
+@contextlib.contextmanager
+def instead_of_backward(function: Callable[..., Any]) -> Iterator[None]:
+    """In this thread, `function(roots, grads, inputs, accumulates)` is called instead of torch's engine."""
+    before = getattr(_local, "stand_in", None)
+    _local.stand_in = function
+    try:
+        yield
+    finally:
+        _local.stand_in = before
+
+
+def _stash(blocks: Sequence[Block] | None) -> None:
+    """Put the blocks where torch carries them to the threads that run this backward; None takes them away."""
+    if blocks is None and hasattr(torch._C, "_remove_obj_from_tls"):
+        # Torch warns that an object left there when a thread ends can deadlock. (2.11 cannot take it away.)
+        torch._C._remove_obj_from_tls(_KEY)
+        return
+    kept: Sequence[Block] = () if blocks is None else blocks
+    if _stash_borrows():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    torch._C._stash_obj_in_tls(_KEY, kept)
+
+
+@functools.cache
+def _stash_borrows() -> bool:
+    """Whether torch forgets to count the reference that it keeps (2.11 does), and later gives back one too many."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    torch._C._stash_obj_in_tls(f"{_KEY}.probe", probe)
+    return sys.getrefcount(probe) == before + 1
