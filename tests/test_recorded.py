@@ -14,7 +14,7 @@ from unsum.errors import SamplesError
 from unsum.kernels import constants, recorded
 from unsum.plan import pool
 from unsum.plan.digest import Digests
-from unsum.plan.memory import _plans
+from unsum.plan.memory import plans
 
 TABLE = torch.randn(5, 3)
 
@@ -152,7 +152,7 @@ def step(model, x, *reducers, **options):
 def stages(model):
     """How far the meetings have come."""
     places = [
-        place for plan in _plans[model].values() for found in plan.recordings.values() for place in found.values()
+        place for plan in plans(model) for found in plan.recordings.values() for place in found.values()
     ]
     return [place.known.stage for place in places if hasattr(place, "known")]
 

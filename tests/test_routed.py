@@ -19,7 +19,7 @@ from unsum.factors.routed import Routed
 from unsum.factors.total import dot, sq_norms, total
 from unsum.graph.layout import Mapped
 from unsum.graph.positions import Positions, positions
-from unsum.plan.memory import _plans
+from unsum.plan.memory import plans
 
 N, T, D, H, E, K = 4, 6, 8, 16, 5, 2
 
@@ -31,7 +31,7 @@ needs_grouped = pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this to
 def sweeps(monkeypatch):
     """How often a graph was learnt."""
     swept, learn = Counter(), block.learn
-    monkeypatch.setattr(block, "learn", lambda *given: swept.update(["sweep"]) or learn(*given))
+    monkeypatch.setattr(block, "learn", lambda *given, **options: swept.update(["sweep"]) or learn(*given, **options))
     return lambda: swept["sweep"]
 
 
@@ -191,7 +191,7 @@ def test_batches_that_route_otherwise(way, sweeps, monkeypatch):
         with torch.no_grad():
             for p in model.parameters():
                 p += 0.02 * torch.randn_like(p)
-    found = [place for plan in _plans[model].values() for known in plan.recordings.values() for place in known.values()]
+    found = [place for plan in plans(model) for known in plan.recordings.values() for place in known.values()]
     recorded = [place.known for place in found if hasattr(place, "known") and place.known.maps]
     assert way != "gram" or 3 in [known.stage for known in recorded]  # rows that go elsewhere, by recordings
 

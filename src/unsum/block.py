@@ -20,7 +20,7 @@ from unsum.compiled.tapping import Tapped, Tapping
 from unsum.errors import OptionError, SamplesError, UnsupportedError
 from unsum.gathered import Gradients
 from unsum.graph.cut import losses_of
-from unsum.graph.layout import Layout
+from unsum.graph.layout import Layout, Regular
 from unsum.graph.nodes import Edge, Node, ordered, place
 from unsum.graph.probe import state_set_aside
 from unsum.graph.saved import Saved
@@ -33,10 +33,11 @@ from unsum.plan.grads import Delivery
 from unsum.plan.grouped import left_to_torch
 from unsum.plan.intake import Intake, are_listened, listens_to_all
 from unsum.plan.learn import Setting, inside, learn, number_of_samples
-from unsum.plan.memory import forget_plan, recall, remember, watch_again
+from unsum.plan.memory import Structure, forget_structure, recall, remember, watch_again
 from unsum.plan.plan import Plan
 from unsum.plan.run import Run
-from unsum.plan.signature import Key, Survey, survey
+from unsum.plan.signature import Sizes, Survey, survey
+from unsum.plan.structure import derived, starts_of
 from unsum.reducers import Norms
 from unsum.reducing import Reducer
 from unsum.sites import Names, unwrapped
@@ -247,7 +248,7 @@ class GradientsBlock:
         """A backward has failed: as if it had not begun. What was learnt in it is not proven, and what was known of its
         forward may be no longer so: a checkpoint was put around a part, say."""
         if self._unproven is not None:
-            forget_plan(self._model, self._unproven)
+            forget_structure(self._model, self._unproven)
             self._unproven = None
         watch_again(self._model)
         for reducer, held in self._before:
@@ -333,33 +334,33 @@ class GradientsBlock:
                 + "  call the model inside the block, say samples=unsum.dim(k), or unsum.mark_samples(losses)"
             )
         self._is_checked = not self._setting.rules
-        key: Hashable = None
-        if self._setting.rules:
-            cut = tuple((seen.at[node], output, layout) for (node, output), layout in known.items())
-            roots = tuple((seen.at.get(node), output) for node, output in map(place, call.roots))
-            key = Key(seen.signature, cut, roots, self._setting.exact)
-            recalled = recall(self._model, key, seen.nodes)
-            if recalled is not None:
-                self._forward.learnt(lasting=not self._saved.is_needed)
-                self._learn_tap(*recalled)
-                return recalled
+        ids = self._options.samples.ids
+        n = number_of_samples(known) if ids is None else len(ids)
+        key = self._key(call, seen, known, n)
+        structure = recall(self._model, key) if self._setting.rules and n else None
+        if structure is not None and not (structure.is_blind and self._forward.watched):
+            nodes = structure.plan.in_order(seen.nodes)
+            plan = self._derive(structure, seen, nodes, known, n)
+            if plan is not None:
+                self._forward.learnt(None if self._saved.is_needed else key)
+                self._learn_tap(plan, nodes)
+                return plan, nodes
         self._is_checked = True
         self._sides.is_blind = not self._forward.watched
-        if self._sides.is_blind:
-            log.warning(
-                "unsum: an unknown graph after a forward that was not watched: whether samples interact is not known"
-            )
-        ids = self._options.samples.ids
-        count = number_of_samples if ids is None else lambda _: len(ids)
         nodes = ordered(_roots(call))
         with self._learn():
-            plan = learn(call.roots, call.grads, nodes, known, self._setting, count)
-        lasting = key is not None and plan.lasting and not self._sides.is_blind
-        if lasting:
-            self._unproven = key
-            remember(self._model, key, replace(plan, order=tuple(seen.at[node] for node in nodes)))
-            plan = plan.fitted(nodes) or plan  # as in every later batch
-        self._forward.learnt(lasting=lasting and not self._saved.is_needed)
+            plan, judged = learn(call.roots, call.grads, nodes, known, self._setting, n, marked=self._forward.is_marked)
+        if judged is not None and self._setting.rules:
+            plan = replace(
+                plan, order=tuple(seen.at[node] for node in nodes), lasting=True, is_dynamic=judged.is_dynamic
+            )
+            if structure is None or structure.is_blind:
+                self._unproven = key
+                structure = Structure(plan, judged, self._sides.is_blind)
+                remember(self._model, key, structure)
+            if not judged.is_dynamic:
+                structure.keep(Sizes(seen.signature, tuple(known.values())), plan)
+        self._forward.learnt(key if plan.lasting and not self._saved.is_needed else None)
         self._learn_tap(plan, nodes)
         log.info(
             "unsum: learnt a graph of %d nodes: %d meetings, %d by rule; %s",
@@ -369,6 +370,29 @@ class GradientsBlock:
             "remembered" if plan.lasting else "to be learnt each time",
         )
         return plan, nodes
+
+    def _key(self, call: hooks.Backward, seen: Survey, known: Mapping[Edge, Layout], n: int) -> Hashable:
+        """What a structure is remembered by. One sample is a case of its own: then all data is its."""
+        cut = tuple([(seen.at[node], output, isinstance(owners, Regular)) for (node, output), owners in known.items()])
+        roots = tuple([(seen.at.get(node), output) for node, output in map(place, call.roots)])
+        return seen.signature[0], seen.names, cut, roots, self._setting.exact, n == 1
+
+    def _derive(
+        self, structure: Structure, seen: Survey, nodes: Sequence[Node], known: Mapping[Edge, Layout], n: int
+    ) -> Plan | None:
+        """The plan of a graph whose structure is known; None if it does not follow from that."""
+        sizes = Sizes(seen.signature, tuple(known.values()))
+        plan = structure.sized.get(sizes)
+        if plan is not None and not structure.judged.is_dynamic:
+            return plan
+        starts = starts_of(structure.plan, nodes, known, n)
+        if starts is None:
+            return None
+        with self._learn() if structure.judged.silent or self._saved.is_needed else contextlib.nullcontext():
+            plan = derived(structure.plan, structure.judged, nodes, starts, n, self._found.by_id, plan)
+        if plan is not None:
+            structure.keep(sizes, plan)
+        return plan
 
     def _learn_tap(self, plan: Plan, nodes: Sequence[Node]) -> None:
         if self._tapping is not None and len(self._calls) == 1:

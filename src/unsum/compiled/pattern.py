@@ -200,7 +200,7 @@ def pattern(
 
 
 def _refuse(plan: Plan) -> None:
-    if not plan.lasting or plan.indices or (plan.moves is not None and plan.moves.moves):
+    if not plan.lasting or plan.is_dynamic:
         raise NotLasting("its layout is learnt in every batch")
     reasons = {
         "an operation runs a backward of its own": plan.hidden,

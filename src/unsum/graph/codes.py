@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from unsum.graph.layout import NOBODY, UNSEEN, Layout, Regular, complete, regular
+from unsum.graph.layout import NOBODY, UNSEEN, Layout, Regular, complete, mapped, regular
 
 STEP = 48  # samples that one copy of powers tells apart: exponents from -24 to 24, without 0
 
@@ -52,9 +52,12 @@ class Codes:
             return table[layout.along()].to(like.device).view(view)
         return layout.beside(table.to(like.device)[layout.map.to(like.device).long()])
 
-    def read(self, plain: Tensor, scaled: list[Tensor], *, only_regular: bool = False) -> Layout | None:
+    def read(
+        self, plain: Tensor, scaled: list[Tensor], *, only_regular: bool = False, fills: bool = True
+    ) -> Layout | None:
         """Whose each position is, from a gradient and its copies; None where positions mix samples, or where the layout
-        is not regular though that alone is asked for."""
+        is not regular though that alone is asked for. Positions without a gradient follow the others if these fit just
+        one regular layout; not so unless `fills`."""
         if not plain.numel():
             return None if only_regular else complete(torch.zeros(plain.shape), self.n)
         size = torch.where(plain.isfinite(), plain.abs(), 0).max()
@@ -64,12 +67,14 @@ class Codes:
         if owner is None and plain.dtype in TOLERANCE:
             return None  # a few positions have shown it
         fitting = self._fitting(plain, scaled, some, self._guess(*few) if owner is None else owner)
-        if fitting is not None or only_regular:
+        if fitting is not None and (fills or self.is_full(fitting, plain)):
+            return fitting
+        if only_regular:
             return fitting
         owner = self._owner(plain, scaled, size)
         if owner is not None and plain.dtype not in TOLERANCE:
             owner = _by_rows(owner)
-        return None if owner is None else complete(owner, self.n)
+        return None if owner is None else complete(owner, self.n) if fills else mapped(owner)
 
     def is_full(self, layout: Layout, plain: Tensor) -> bool:
         """Whether every sample has a gradient somewhere."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
@@ -142,3 +143,56 @@ def complete(owner: Tensor, n: int) -> Layout:
                 return mapped(owner)  # more than one layout fits: none is known
             fitting, known = fitting or layout, wanted
     return mapped(owner) if fitting is None else fitting
+
+
+def along(rows: Tensor, dim: int, shape: tuple[int, ...], n: int) -> Layout:
+    """From the owners along one dimension. A regular layout, if they follow one and lie where they can be looked at."""
+    if rows.device.type == "cpu":
+        found = complete(rows, n)
+        if isinstance(found, Regular):
+            return Regular(shape, n, dim, found.block)
+    view = [-1 if d == dim else 1 for d in range(dim + 1)]
+    return Mapped(rows.int().view(view).expand(shape[: dim + 1]), shape[dim + 1 :])
+
+
+def reshaped(layout: Layout, shape: tuple[int, ...], n: int) -> Layout:
+    """For the same numbers in the same order, in another shape."""
+    if isinstance(layout, Regular):
+        unit = prod(layout.shape[layout.dim + 1 :]) * layout.block
+        each = prod(shape)
+        for dim, size in enumerate(shape):
+            each //= max(size, 1)
+            if (size > 1 or n == 1) and unit % each == 0 and (size * each) % (n * unit) == 0:
+                return Regular(shape, n, dim, unit // each)
+        lead, behind = layout.dim + 1, layout.shape[layout.dim + 1 :]
+        whole = Regular(layout.shape[:lead], n, layout.dim, layout.block)
+        layout = Mapped(whole.owner().int(), behind, is_whole=True)
+    inner, k = prod(layout.behind), len(shape)
+    while k and inner % prod(shape[k - 1 :]) == 0:
+        k -= 1
+    rows = layout.map.flatten()
+    times = inner // max(prod(shape[k:]), 1)
+    rows = rows.repeat_interleave(times) if times > 1 else rows
+    held = layout.held if k == 1 and times == 1 and layout.map.dim() == 1 else None
+    return Mapped(rows.reshape(shape[:k]), shape[k:], layout.is_whole, held)
+
+
+def merged(one: Layout, other: Layout, n: int, holds: list[Tensor] | None) -> Layout | None:
+    """Of a tensor that is used in two ways: where one of them says nothing of a position, the other does. None if they
+    contradict each other; with `holds`, whether they do on a GPU is to be read there later."""
+    if one is other or (isinstance(one, Regular) and one == other):
+        return one
+    if isinstance(one, Regular) and isinstance(other, Regular):
+        return None
+    maps = [each.map for each in (one, other) if isinstance(each, Mapped)]
+    device = next((each.device for each in maps if each.device.type != "cpu"), torch.device("cpu"))
+    a, b = one.owner(device), other.owner(device)
+    clear = ((a == b) | (a == UNSEEN) | (b == UNSEEN)).all()
+    if holds is not None and device.type != "cpu":
+        holds.append(clear)
+        whole = [each for each in (one, other) if isinstance(each, Regular) or each.is_whole]
+        return whole[0] if whole else mapped(torch.where(a == UNSEEN, b, a)).narrowed()
+    if not bool(clear):
+        return None
+    found = complete(torch.where(a == UNSEEN, b, a), n)
+    return found if isinstance(found, Regular) else found.narrowed()

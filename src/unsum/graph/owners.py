@@ -78,11 +78,11 @@ def sweep(
         heard: list[list[Heard]] = [[] for _ in streams]
         results = [replay(node, grads, heard[k], still=True) for k, grads in enumerate(streams)]
         if isinstance(node, BackwardCFunction):
-            _refuse_changing(node, streams[0], results[0])
+            refuse_changing(node, streams[0], results[0])
         for edge, (child, output) in enumerate(node.next_functions):
             if child is None or is_leaf(child) or results[0][edge] is None:
                 continue
-            values = _in_range([result[edge] for result in results])
+            values = in_range([result[edge] for result in results])
             if is_data(child) and not found.is_fragile:
                 found.is_fragile = _is_fragile(front, child, output, values, codes)
             for stream, value in enumerate(values):
@@ -91,7 +91,7 @@ def sweep(
             if owners is not None:
                 above[child] = node
         if heard[0]:
-            found.hidden[node] = _hidden(node, heard, codes)
+            found.hidden[node] = hidden_owners(node, heard, codes)
     return found
 
 
@@ -121,7 +121,7 @@ def _is_fragile(front: Front, node: Node, output: int, values: list[Tensor | Non
     return layouts[0] != layouts[1]
 
 
-def _in_range(values: list[Tensor | None]) -> list[Tensor | None]:
+def in_range(values: list[Tensor | None]) -> list[Tensor | None]:
     """The same in all streams, made larger or smaller where numbers come near to what cannot be held: gradients that
     vanish would lose their owners, and only ratios count."""
     plain = values[0]
@@ -175,7 +175,7 @@ def _is_finite(grad: Tensor | None) -> bool:
     return grad is not None and (not grad.numel() or bool(grad.isfinite().any()))
 
 
-def _hidden(node: Node, heard: list[list[Heard]], codes: Codes) -> list[Owners]:
+def hidden_owners(node: Node, heard: list[list[Heard]], codes: Codes) -> list[Owners]:
     """Whose the gradients are that a node sends off by itself, backward by backward."""
     found = []
     for calls in zip(*heard, strict=True):
@@ -200,7 +200,7 @@ def _compare(node: Node, found: Owners, known: Mapping[Edge, Layout]) -> None:
             )
 
 
-def _refuse_changing(node: Node, grads: Grads, results: Grads) -> None:
+def refuse_changing(node: Node, grads: Grads, results: Grads) -> None:
     """A custom Function must give the same twice: one that changes what it has saved cannot be called again."""
     for one, other in zip(results, replay(node, grads, still=True), strict=True):
         if one is not None and other is not None and not torch.allclose(one, other, equal_nan=True):

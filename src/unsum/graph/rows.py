@@ -55,6 +55,13 @@ class Rows:
         """Let go of everything."""
         self._places.clear()
 
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def are_saved_by(self, node: Node) -> bool:
+        """Whether a node has saved rows of a tensor whose samples are known."""
+        return any(_number(tensor) in self._places for tensor in saved_by(node))
+
     def owners(self, node: Node, shape: tuple[int, ...]) -> Layout | None:
         """The sample of every position of a node's output of this shape, from the rows of what the node has saved."""
         for tensor in saved_by(node):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -13,6 +13,7 @@ from unsum import hooks
 from unsum.graph.nodes import Node
 from unsum.plan.again import Again, is_possible
 from unsum.plan.plan import Plan
+from unsum.plan.structure import sizes_of
 from unsum.reducing import Reducer
 from unsum.weighted import WeightedSum
 
@@ -39,9 +40,10 @@ class Clipping:
         """Choose what is held in the backward that begins. A second one only where `is_unheard()`."""
         if not self._reducers:
             return
-        again = functools.cache(lambda: self._able(plan, nodes, call) if is_unheard() else frozenset())
+        sizes = sizes_of(plan, nodes)
+        again = functools.cache(lambda: self._able(sizes, plan, nodes, call) if is_unheard() else frozenset())
         for reducer in self._reducers:
-            names = reducer.decide(plan.sizes, self._parameters, again)
+            names = reducer.decide(sizes, self._parameters, again)
             if names:
                 self._returning.append((reducer, names))
             log.info("unsum: WeightedSum holds %s", dict(Counter(reducer.chosen.values())))
@@ -49,12 +51,14 @@ class Clipping:
             self._again = Again(plan, nodes, call)
             self._again.attach()
 
-    def _able(self, plan: Plan, nodes: Sequence[Node], call: hooks.Backward) -> frozenset[str]:
+    def _able(
+        self, sizes: Collection[str], plan: Plan, nodes: Sequence[Node], call: hooks.Backward
+    ) -> frozenset[str]:
         """The parameters whose sums a second backward could bring; not those with hooks of their own."""
         if not is_possible(plan, nodes):
             return frozenset()
         asked = {id(given) for given in call.inputs} or {id(p) for p in self._parameters.values()}
-        return frozenset(n for n in plan.sizes if id(p := self._parameters[n]) in asked and not p._backward_hooks)
+        return frozenset(n for n in sizes if id(p := self._parameters[n]) in asked and not p._backward_hooks)
 
     def finish(self, scale: Tensor | float | None) -> None:
         """The backward is over, and the weights are known: here is the second one, for each that has asked."""

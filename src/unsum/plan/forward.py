@@ -22,8 +22,8 @@ from unsum.graph.rows import Rows
 from unsum.graph.sides import Sides
 from unsum.inplace import Token, token
 from unsum.nested import leaves
-from unsum.plan.memory import Seen, is_in_a_loop, know_forward, known_forward
-from unsum.plan.signature import forward_key
+from unsum.plan.memory import Seen, forget_call, is_in_a_loop, know_call, known_call
+from unsum.plan.signature import flags, sizes_of
 from unsum.sites import Names
 
 
@@ -65,13 +65,15 @@ class Forward:
         self._numbers = itertools.count()
         self._outer: tuple[Callable[..., Any], Any, Any] | None = None
         self._key: Hashable = None
+        self._given: Hashable = ()  # the sizes of what the call under way was given
         self._shapes = ""
         self._watching = False
         self._seen: Seen | None = None
-        self._since: dict[Hashable, Seen] = {}  # the calls since the last backward
+        self._since: dict[tuple[Hashable, Hashable], Seen] = {}  # the calls since the last backward, with their sizes
         self.passes = False  # whether calls inside this one need not be told
         self.watched = True  # whether all forwards since the last backward were
         self._n: int | None = None
+        self.is_marked = False  # whether the user has said whose the tensors are that were found last
 
     def before(self, name: str, module: nn.Module, args: Any, kwargs: Any, *, anew: bool = False) -> None:
         """A module is about to be called; `anew` if it will run other operations than before."""
@@ -83,8 +85,8 @@ class Forward:
         self._outer = (module if module._forward_pre_hooks else module.forward, args, kwargs)
         given = [tensor for _, tensor in leaves((args, kwargs))]
         kind = self._samples if isinstance(self._samples, sample_maps.Dim) else sample_maps.Ids
-        self._key = (name, kind, forward_key(self._modules, self._parameters, given))
-        self._seen = None if anew else known_forward(self._model, self._key)
+        self._key, self._given = (name, kind, flags(self._modules, self._parameters, given)), sizes_of(given)
+        self._seen = None if anew else known_call(self._model, self._key, self._given)
         self._watch(self._seen is None)
         self.passes = self._seen is not None
         k = self._samples.k if isinstance(self._samples, sample_maps.Dim) else 0
@@ -97,13 +99,12 @@ class Forward:
     def look(self, name: str, args: Any, kwargs: Any) -> Look:
         """What an outermost call is like, if samples lie along a dimension of what it is given."""
         given = [tensor for _, tensor in leaves((args, kwargs))]
-        training, wanted, tensors, *autocast = forward_key(self._modules, self._parameters, given)
+        rest = flags(self._modules, self._parameters, given)
         if self._starts or not isinstance(self._samples, sample_maps.Dim):
             return Look(None, (), None, None)
         k = self._samples.k
         positions = next((_positions(t) for t in given if t.dim() > 1), None) if k == 0 else None
-        rest = (k, training, wanted, *autocast, *((dtype, grad) for _, dtype, grad in tensors))
-        return Look(rest, tuple(shape for shape, _, _ in tensors), _number(given, k), positions)
+        return Look((k, rest), sizes_of(given), _number(given, k), positions)
 
     def unwatch(self) -> None:
         """A call whose graph is known begins."""
@@ -131,15 +132,15 @@ class Forward:
         return bool(self._starts)
 
     def _is_data(self, given: Sequence[Tensor]) -> bool:
-        if self._seen is not None:
-            return self._seen.is_data
         owners = [self._samples.owners(tuple(tensor.shape), self._n) for tensor in given]
+        if self._seen is None:
+            for tensor, layout in zip(given, owners, strict=True):
+                self._sides.given(tensor, has_samples=layout is not None or self._is_flattened(tensor))
         for tensor, layout in zip(given, owners, strict=True):
-            self._sides.given(tensor, has_samples=layout is not None or self._is_flattened(tensor))
-        for tensor, layout in zip(given, owners, strict=True):
-            if layout is not None and self._sides.is_given_data([tensor]):
+            is_data = self._sides.is_given_data([tensor]) if self._seen is None else self._seen.is_data
+            if layout is not None and is_data:
                 self.rows.remember(tensor, layout)
-        return not given or self._sides.is_given_data(given)
+        return self._seen.is_data if self._seen is not None else not given or self._sides.is_given_data(given)
 
     def _is_flattened(self, tensor: Tensor) -> bool:
         """Whether this may be rows of all samples after each other: the patches of images."""
@@ -159,10 +160,13 @@ class Forward:
         self._starts.clear()
         self.rows.forget()
 
-    def learnt(self, *, lasting: bool) -> None:
-        """The graph of the forwards so far has a plan now, which may be used again or not."""
-        for key, seen in self._since.items():
-            know_forward(self._model, key, seen if lasting else None)
+    def learnt(self, structure: Hashable | None) -> None:
+        """The graph of the forwards so far has this structure; None if it cannot be remembered."""
+        for (key, sizes), seen in self._since.items():
+            if structure is None:
+                forget_call(self._model, key)
+            else:
+                know_call(self._model, key, sizes, seen, structure)
         self._since.clear()
         self.watched = True
 
@@ -194,7 +198,7 @@ class Forward:
             if owners is not None:
                 self.know(tensor, owners, call)
         self.watched = self.watched and self._seen is None
-        self._since[self._key] = self._seen or Seen(self._n is not None, outputs)
+        self._since[self._key, self._given] = self._seen or Seen(self._n is not None, outputs)
 
     def _has_samples(self, place: int, tensor: Tensor) -> bool:
         if tensor.grad_fn is None:
@@ -258,7 +262,8 @@ class Forward:
                     found[node, output] = entry
             if len(found) == len(alive):  # as a rule near the roots: the model's output
                 break
-        if any(entry.marked for entry in found.values()):
+        self.is_marked = any(entry.marked for entry in found.values())
+        if self.is_marked:
             found = {edge: entry for edge, entry in found.items() if entry.marked}
         calls = frozenset(entry.call for entry in found.values())
         return {edge: entry.owners for edge, entry in found.items()}, calls

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unsum.errors import InteractionError, SamplesError
+from unsum.errors import InteractionError, SamplesError, UnsupportedError
 from unsum.graph.cut import Cut, find_cut, is_penalty, parameters_met_outside
 from unsum.graph.layout import Layout, Mapped, Regular, same
-from unsum.graph.nodes import Edge, Node, below, is_leaf
+from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered
 from unsum.graph.owners import Owners, Swept, all_are_seen, sweep
 from unsum.graph.replay import Grads, flow
 from unsum.graph.rows import Rows
 from unsum.graph.sides import Sides
 from unsum.plan.audit import Audit
-from unsum.plan.lasting import lasting as find_lasting
 from unsum.plan.plan import Plan
 from unsum.plan.routes import routes, rule_routes
+from unsum.plan.structure import Judged
 from unsum.plan.teams import teams
+from unsum.travel import Journey
+from unsum.travel.values import Claims, drawn
+from unsum.travel.walk import Walked, walk
+
+log = logging.getLogger("unsum")
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,18 @@ class Setting:
     rules: bool  # whether rules may speak, or all is replayed
     strict: bool  # a rule that does not hold is an error
 
+    def is_data(self, node: Node) -> bool:
+        """Whether what flows through this node was seen to depend on data."""
+        return self.sides.is_data(node) or (self.sides.is_blind and self.rows.are_saved_by(node))
+
+    def is_weight(self, node: Node) -> bool:
+        """Whether what flows through this node depends on parameters alone."""
+        return self.sides.is_weight(node) or (self.sides.is_blind and not self.rows.are_saved_by(node))
+
+    def may_be_data(self, node: Node) -> bool:
+        """Whether it was not seen that this node does not depend on data."""
+        return self.sides.may_be_data(node)
+
 
 def learn(
     roots: Sequence[Any],
@@ -44,37 +63,161 @@ def learn(
     nodes: Sequence[Node],
     known: Mapping[Edge, Layout],
     setting: Setting,
-    count: Count,
-) -> Plan:
-    """Find the cut, sweep, and say where to wait. Refuses by raising, before anything of the user's has run."""
+    n: int,
+    *,
+    marked: bool,
+) -> tuple[Plan, Judged | None]:
+    """Find the cut, walk from there by the table, compare it with values, and say where to wait; and what may be
+    remembered of it, if anything. Refuses by raising, before anything of the user's has run."""
     cut, known = _cut(roots, known, setting)
-    n = count(cut.starts)
+    if n == 0:
+        return _plan(cut, Walked(), n, nodes, setting, None), None
     if setting.sides.mixing and not setting.exact:
         operation, number = setting.sides.mixing[0]
         raise interaction(operation, setting.module_of(number))
-    everywhere = True
-    audit = Audit(n, setting.sides.is_data, strict=setting.strict) if setting.rules else None
+    cut, walked, audit = _judged(cut, n, setting, marked=marked)
+    if setting.exact or not walked.mixing:
+        place = {node: k for k, node in enumerate(nodes)}
+        plan = _plan(cut, walked, n, nodes, setting, audit)
+        is_lasting = not walked.hidden and (audit is None or audit.is_complete)
+        return plan, _remembered(walked, place, setting) if is_lasting else None
+    _refuse_named(walked, setting)
+    return _by_values(roots, grads, nodes, cut, known, n, setting, marked=marked), None
+
+
+def _judged(cut: Cut, n: int, setting: Setting, *, marked: bool) -> tuple[Cut, Walked, Audit | None]:
+    """The owners of all nodes, and the rules that hold there."""
+    silent: dict[Node, None] = {}
+    cut = cut if marked else _agreeing(cut, n, setting)
+    while True:
+        walked = _walk(cut, cut.starts, n, setting, silent)
+        claims = Claims(n)
+        audit = Audit(n, setting.is_data, strict=setting.strict) if setting.rules else None
+        for node, owners in walked.owners.items():
+            if owners is None:
+                continue
+            said = walked.said.get(node, {}) if n > 1 else {}
+            has_rules = audit is not None and audit.candidates(node, owners)
+            if said or has_rules:
+                plain, sent = claims.compare(node, owners, said)
+                if audit is not None and has_rules:
+                    audit.add(node, owners, plain, sent, claims)
+        wrong = claims.contradicted()
+        if not wrong:
+            if audit is not None:
+                audit.finish(lambda node: drawn(node, walked.owners[node] or [], 0))
+            return cut, walked, audit
+        names = ", ".join(sorted({node.name() for node in wrong}))
+        if setting.strict:
+            raise UnsupportedError(
+                f"the table of how samples travel is wrong at {names}.\n  without strict=True values decide there"
+            )
+        log.warning("unsum: the table of how samples travel is wrong at %s: values decide there", names)
+        silent |= wrong
+
+
+def _walk(
+    cut: Cut, starts: Mapping[Edge, Layout], n: int, setting: Setting, silent: Collection[Node] = ()
+) -> Walked:
+    walked = walk(cut.model, starts, Journey(n), setting.may_be_data, silent)
+    if setting.sides.is_blind:  # nobody saw what is data: what has owners is, and so is what has saved an input's rows
+        data = {node for node, owners in walked.owners.items() if owners is not None or setting.is_data(node)}
+        walked.mixing = {
+            node: above
+            for node, above in walked.mixing.items()
+            if node is above or any(below in data for below in ordered([node]))
+        }
+    return walked
+
+
+def _agreeing(cut: Cut, n: int, setting: Setting) -> Cut:
+    """The cut with its samples along dimensions that fit the rows of the inputs, where sizes coincide."""
+    edges = list(cut.starts)
+    choices = [
+        [Regular(layout.shape, n, dim, 1) for dim, size in enumerate(layout.shape) if size == n]
+        if isinstance(layout, Regular) and layout.block == 1 and layout.shape[layout.dim] == n
+        else [layout]
+        for layout in cut.starts.values()
+    ]
+    likely = [
+        (layout, *(other for other in others if other != layout))
+        for layout, others in zip(cut.starts.values(), choices, strict=True)
+    ]
+    tried = list(itertools.islice(itertools.product(*likely), 32))
+    if n < 2 or len(tried) == 1 and not setting.rows:
+        return cut
+    first: bool | None = None
+    for k, layouts in enumerate(tried):
+        starts = dict(zip(edges, layouts, strict=True))
+        walked = _walk(cut, starts, n, setting)
+        agrees = None if walked.mixing and k else _agrees(walked, setting.rows)
+        first = agrees if k == 0 else first
+        if agrees or first is None:
+            return replace(cut, starts=starts)
+    raise SamplesError(
+        "the samples of the loss are not those of the input's rows: some dimension that is no sample has the same "
+        "size.\n  unsum.mark_samples(losses) says whose each loss is"
+    )
+
+
+def _agrees(walked: Walked, rows: Rows) -> bool | None:
+    """Whether nodes that have saved rows of an input have the owners that these rows say; None if none has."""
+    found: bool | None = None
+    for node, owners in walked.owners.items():
+        if owners is None or len(owners) != 1 or owners[0] is None or not any(is_leaf(c) for _, c, _ in below(node)):
+            continue
+        said = rows.owners(node, owners[0].shape)
+        if said is not None:
+            if not same(owners[0], said):
+                return False
+            found = True
+    return found
+
+
+def _refuse_named(walked: Walked, setting: Setting) -> None:
+    """What mixes samples whatever the numbers are."""
+    for node, above in walked.mixing.items():
+        if node is above:
+            what = "batch_norm in training" if "BatchNorm" in node.name() else "embedding with scale_grad_by_freq"
+            raise interaction(what, setting.module_of(node._sequence_nr()))
+
+
+def _by_values(
+    roots: Sequence[Any],
+    grads: Grads,
+    nodes: Sequence[Node],
+    cut: Cut,
+    known: Mapping[Edge, Layout],
+    n: int,
+    setting: Setting,
+    *,
+    marked: bool,
+) -> Plan:
+    """By what nodes are made of, samples interact somewhere. Zeros may keep them apart all the same (a mask, routing by
+    products), or the loss may not look there: values decide for the whole graph, in every batch."""
     try:
-        swept = _sweep(cut, n, known, None, setting, audit)
+        swept = _sweep(cut, n, known, None, setting, marked=marked)
     except InteractionError:
         # Perhaps only where the loss does not look: a loss on the diagonal of n × n similarities, say.
         looked_at = {edge: grad != 0 for edge, grad in flow(roots, grads, cut.starts).items() if edge in cut.starts}
         if not all_are_seen(cut.starts, looked_at, n):
             raise
-        everywhere = False
-        swept = _sweep(cut, n, known, looked_at, setting, audit)
-    lasting = everywhere and (audit is None or audit.is_complete)
-    return _plan(cut, swept, n, nodes, setting, audit, lasting=lasting)
-
-
-Count = Callable[[Mapping[Edge, Layout]], int]
+        swept = _sweep(cut, n, known, looked_at, setting, marked=marked)
+    audit = Audit(n, setting.is_data, strict=setting.strict) if setting.rules else None
+    if audit is not None:
+        claims = Claims(n)
+        for node, owners in swept.owners.items():
+            if owners is not None and audit.candidates(node, owners):
+                audit.add(node, owners, *claims.compare(node, owners, {}), claims)
+        audit.finish(lambda node: drawn(node, swept.owners[node] or [], 0))
+    return _plan(cut, swept, n, nodes, setting, audit)
 
 
 def _cut(roots: Sequence[Any], known: Mapping[Edge, Layout], setting: Setting) -> tuple[Cut, Mapping[Edge, Layout]]:
     """The cut; further down in the loss's code where a parameter is met there and rows tell whose its data is."""
     while True:
-        cut = find_cut(roots, known, setting.sides.is_data)
-        met = parameters_met_outside(cut, setting.names, setting.sides.is_weight)
+        cut = find_cut(roots, known, setting.is_data)
+        met = parameters_met_outside(cut, setting.names, setting.is_weight)
         if not met:
             return cut, known
         told: dict[Edge, Layout] = {}
@@ -98,29 +241,27 @@ def _sweep(
     known: Mapping[Edge, Layout],
     only: Mapping[Edge, Tensor] | None,
     setting: Setting,
-    audit: Audit | None,
+    *,
+    marked: bool,
 ) -> Swept:
     def mixed(node: Node, above: Node | None) -> None:
-        if not setting.exact and setting.sides.is_data(node):
+        if setting.is_data(node):
             blamed = node if above is None else above
             raise interaction(
                 blamed.name(), setting.module_of(blamed._sequence_nr()), "" if above is None else node.name()
             )
 
     def keep(node: Node) -> bool:
-        """Where a parameter may be met: not between data and data, unless samples may mix there."""
-        return setting.exact or any(is_leaf(c) or not setting.sides.is_data(c) for _, c, _ in below(node))
+        """Where a parameter may be met: not between data and data."""
+        return any(is_leaf(c) or not setting.is_data(c) for _, c, _ in below(node))
 
     def seen(node: Node, owners: Owners, grads: Grads) -> None:
-        if only is None and not setting.exact and any(is_leaf(child) for _, child, _ in below(node)):
+        if only is None and not marked and any(is_leaf(child) for _, child, _ in below(node)):
             _compare_rows(node, owners, setting.rows)
-        if audit is not None:
-            audit(node, owners, grads)
 
     return sweep(
-        cut.model, cut.starts, n,
-        only=only, known=known, keep=keep, mixed=mixed, seen=seen, is_data=setting.sides.may_be_data,
-    )  # fmt: skip
+        cut.model, cut.starts, n, only=only, keep=keep, mixed=mixed, seen=seen, is_data=setting.may_be_data
+    )
 
 
 def _compare_rows(node: Node, owners: Owners, rows: Rows) -> None:
@@ -131,12 +272,21 @@ def _compare_rows(node: Node, owners: Owners, rows: Rows) -> None:
     if said is not None and not same(owners[0], said):
         raise SamplesError(
             f"at {node.name()} the samples of the loss are not those of the input's rows: some dimension that is no "
-            "sample has the same size.\n  samples=unsum.dim(k), or unsum.mark_samples(losses), says which it is"
+            "sample has the same size.\n  unsum.mark_samples(losses) says whose each loss is"
         )
 
 
+def _remembered(walked: Walked, place: Mapping[Node, int], setting: Setting) -> Judged:
+    return Judged(
+        weights=frozenset(place[node] for node in walked.owners if not setting.may_be_data(node)),
+        silent=frozenset(place[node] for node in walked.asked),
+        moved={(place[node], edge): form for (node, edge), form in walked.moved.items()},
+        nobodys=frozenset(place[node] for node, owners in walked.owners.items() if owners is None),
+    )
+
+
 def _plan(
-    cut: Cut, swept: Swept, n: int, nodes: Sequence[Node], setting: Setting, audit: Audit | None, *, lasting: bool
+    cut: Cut, swept: Swept | Walked, n: int, nodes: Sequence[Node], setting: Setting, audit: Audit | None
 ) -> Plan:
     place = {node: k for k, node in enumerate(nodes)}
     mixed: set[Node] = set()  # those that lead to a parameter
@@ -152,7 +302,6 @@ def _plan(
             mixed.add(node)
     owned = {place[node]: owners for node, owners in swept.owners.items() if owners is not None and leads_to_one(node)}
     beside = [node for node in cut.loss if (node not in cut.on_data or is_penalty(node)) and leads_to_one(node)]
-    holds = find_lasting(nodes, swept, n, place, mixed) if lasting and not swept.hidden else None
     modules = {place: setting.module_of(nodes[place]._sequence_nr()) for place in owned}
     ruled = {} if audit is None else rule_routes(audit, place, owned, modules, mixed, n, setting.names)
     ways = routes(nodes, swept, mixed, beside, setting.names, audit)
@@ -172,9 +321,6 @@ def _plan(
         **ways,
         rounding=max([1e-9, *(_rounding(node) for node in cut.model if not is_leaf(node))]),
         has_doubts=any(isinstance(layout, Mapped) and layout.has_unseen for each in owned.values() for layout in each),
-        lasting=holds is not None,
-        indices=() if holds is None else holds[0],
-        moves=None if holds is None else holds[1],
     )
 
 
@@ -184,9 +330,12 @@ def inside(roots: Sequence[Any], nodes: Sequence[Node], owners: Owners, n: int, 
     for root, layout in zip(roots, owners, strict=True):
         if layout is not None and root.grad_fn is not None:
             known[root.grad_fn, root.output_nr] = layout
-    cut = find_cut(roots, known, setting.sides.is_data)
-    audit = Audit(n, setting.sides.is_data, strict=setting.strict) if setting.rules else None
-    return _plan(cut, _sweep(cut, n, known, None, setting, audit), n, nodes, setting, audit, lasting=False)
+    cut = find_cut(roots, known, setting.is_data)
+    cut, walked, audit = _judged(cut, n, setting, marked=True)
+    if walked.mixing and not setting.exact:
+        _refuse_named(walked, setting)
+        return _by_values(roots, [None] * len(roots), nodes, cut, known, n, setting, marked=True)
+    return _plan(cut, walked, n, nodes, setting, audit)
 
 
 def _rounding(node: Node) -> float:

@@ -1,56 +1,69 @@
-"""What is remembered of a model, across blocks and without holding it: its plans, and the forwards that led to them."""
+"""What is remembered of a model, across blocks and without holding it: the structures of its graphs with their plans, and
+the calls that led to them."""
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 from torch import nn
 
-from unsum.graph.nodes import Node
 from unsum.plan.plan import Plan
+from unsum.plan.structure import Judged
 
-_KEPT = 128  # plans per model
+_KEPT = 128  # structures per model, and plans per structure
 
-_plans: weakref.WeakKeyDictionary[nn.Module, OrderedDict[Hashable, Plan]] = weakref.WeakKeyDictionary()
-_forwards: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Seen]] = weakref.WeakKeyDictionary()
-
-
-def recall(model: nn.Module, key: Hashable, found: Sequence[Node]) -> tuple[Plan, Sequence[Node]] | None:
-    """The plan of a graph that was learnt before, by any block, and the graph's nodes in the order of the plan."""
-    plans = _plans.get(model)
-    plan = None if plans is None else plans.get(key)
-    if plans is None or plan is None:
-        return None
-    nodes = plan.in_order(found)
-    fitted = plan.fitted(nodes)
-    if fitted is None:
-        return None
-    plans.move_to_end(key)
-    return fitted, nodes
+_structures: weakref.WeakKeyDictionary[nn.Module, OrderedDict[Hashable, Structure]] = weakref.WeakKeyDictionary()
+_calls: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Calls]] = weakref.WeakKeyDictionary()
 
 
-def remember(model: nn.Module, key: Hashable, plan: Plan) -> None:
-    """Keep a plan for later blocks; the oldest go."""
-    plans = _plans.setdefault(model, OrderedDict())
-    plans[key] = plan
-    while len(plans) > _KEPT:
-        plans.popitem(last=False)
-        _forwards.pop(model, None)  # or a forward would be known whose graph is not
+@dataclass(eq=False)
+class Structure:
+    """A structure that was judged: its plan as it was then, and those that were derived from it."""
+
+    plan: Plan
+    judged: Judged
+    is_blind: bool  # whether its forward was not watched when it was judged
+    sized: OrderedDict[Hashable, Plan] = field(default_factory=OrderedDict)
+
+    def keep(self, sizes: Hashable, plan: Plan) -> None:
+        """The plan for these sizes; the oldest go."""
+        self.sized[sizes] = plan
+        self.sized.move_to_end(sizes)
+        while len(self.sized) > _KEPT:
+            self.sized.popitem(last=False)
 
 
-def forget_plan(model: nn.Module, key: Hashable) -> None:
-    """Forget one plan."""
-    plans = _plans.get(model)
-    if plans is not None:
-        plans.pop(key, None)
+def recall(model: nn.Module, key: Hashable) -> Structure | None:
+    """What is known of a structure, from any block."""
+    known = _structures.get(model)
+    found = None if known is None else known.get(key)
+    if known is not None and found is not None:
+        known.move_to_end(key)
+    return found
 
 
-def is_in_a_loop(model: nn.Module) -> bool:
-    """Whether any call of the model need not be watched again."""
-    return any(seen.times > 1 for seen in _forwards.get(model, {}).values())
+def plans(model: nn.Module) -> list[Plan]:
+    """All plans of a model that are at hand."""
+    return [plan for structure in _structures.get(model, {}).values() for plan in structure.sized.values()]
+
+
+def remember(model: nn.Module, key: Hashable, structure: Structure) -> None:
+    """Keep it for later blocks; the oldest go."""
+    known = _structures.setdefault(model, OrderedDict())
+    known[key] = structure
+    while len(known) > _KEPT:
+        known.popitem(last=False)
+        _calls.pop(model, None)  # or a call would be known whose graph is not
+
+
+def forget_structure(model: nn.Module, key: Hashable) -> None:
+    """Forget one structure."""
+    known = _structures.get(model)
+    if known is not None:
+        known.pop(key, None)
 
 
 @dataclass(frozen=True)
@@ -59,34 +72,60 @@ class Seen:
 
     is_data: bool  # whether it was given any data
     outputs: tuple[bool, ...] = ()  # which of its outputs have samples
-    times: int = 0  # how often it led to a graph with a plan
 
 
-def known_forward(model: nn.Module, key: Hashable) -> Seen | None:
-    """What was seen of a call with these flags, shapes and dtypes, if it led to a graph with a plan twice: then this is
-    a loop, and the call need not be watched again."""
-    seen = _forwards.get(model, {}).get(key)
-    return seen if seen is not None and seen.times > 1 else None
+@dataclass(eq=False)
+class Calls:
+    """The calls of a module with the same flags and dtypes: what was seen of them, the sizes that they had, how often
+    these led to a known graph, and the structures of these graphs."""
+
+    seen: Seen
+    sizes: OrderedDict[Hashable, int] = field(default_factory=OrderedDict)
+    structures: set[Hashable] = field(default_factory=set)
+
+    def need_no_watching(self, sizes: Hashable) -> bool:
+        """Whether such a call will lead to a graph that is known: these sizes did so twice, or all sizes do."""
+        return self.sizes.get(sizes, 0) > 1 or (len(self.structures) == 1 and len(self.sizes) > 1)
 
 
-def know_forward(model: nn.Module, key: Hashable, seen: Seen | None) -> None:
-    """Remember it; None to forget."""
-    known = _forwards.setdefault(model, {})
-    if seen is None:
-        known.pop(key, None)
-        return
+def known_call(model: nn.Module, key: Hashable, sizes: Hashable) -> Seen | None:
+    """What was seen of calls like this one, if it need not be watched."""
+    calls = _calls.get(model, {}).get(key)
+    return calls.seen if calls is not None and calls.need_no_watching(sizes) else None
+
+
+def know_call(model: nn.Module, key: Hashable, sizes: Hashable, seen: Seen, structure: Hashable) -> None:
+    """A call has led to a graph of this structure."""
+    known = _calls.setdefault(model, {})
     if len(known) > 4 * _KEPT:
         known.clear()
-    before = known.get(key)
-    known[key] = replace(seen, times=1 if before is None else before.times + 1)
+    calls = known.get(key)
+    if calls is None:
+        calls = known[key] = Calls(seen)
+    calls.sizes[sizes] = calls.sizes.get(sizes, 0) + 1
+    calls.structures.add(structure)
+    while len(calls.sizes) > 4 * _KEPT:
+        calls.sizes.popitem(last=False)
+
+
+def forget_call(model: nn.Module, key: Hashable) -> None:
+    """Calls like this one are watched anew."""
+    _calls.get(model, {}).pop(key, None)
+
+
+def is_in_a_loop(model: nn.Module) -> bool:
+    """Whether any call of the model need not be watched again."""
+    return any(
+        max(calls.sizes.values(), default=0) > 1 or len(calls.sizes) > 1 for calls in _calls.get(model, {}).values()
+    )
 
 
 def watch_again(model: nn.Module) -> None:
     """What calls of a model led to may have changed: they are watched anew."""
-    _forwards.pop(model, None)
+    _calls.pop(model, None)
 
 
 def forget(model: nn.Module) -> None:
     """Forget all plans of a model."""
-    _plans.pop(model, None)
-    _forwards.pop(model, None)
+    _structures.pop(model, None)
+    _calls.pop(model, None)

@@ -9,30 +9,16 @@ from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from unsum.graph.layout import Layout, Mapped, Regular
 from unsum.graph.nodes import Node
 from unsum.graph.owners import Owners
 from unsum.graph.positions import Positions
-from unsum.graph.saved import saved_by
 from unsum.holding import Size
 from unsum.rules.registry import Rule
 
 if TYPE_CHECKING:
     from unsum.plan.digest import Recording
-    from unsum.plan.moved import Moves
     from unsum.plan.teams import Team
-
-
-@dataclass(frozen=True)
-class Indices:
-    """Whole numbers that a node has saved and by which owners went: another batch may have others."""
-
-    place: int
-    which: int  # of the node's saved tensors
-    value: Tensor
 
 
 @dataclass(frozen=True)
@@ -82,13 +68,15 @@ class Plan:
     expected: dict[str, int] = field(default_factory=dict)  # how often factors come to a parameter
     sizes: dict[str, Size] = field(default_factory=dict)  # of these: what holding their gradients takes
     late: frozenset[str] = frozenset()  # parameters to which gradients come formed, when the backward is over
+    reaches: dict[tuple[int, int], str] = field(default_factory=dict)  # the parameter at the end of a node's edge
+    free: frozenset[str] = frozenset()  # parameters whose gradients come as factors alone
+    dear: frozenset[str] = frozenset()  # parameters whose gradient does not come with their norms
     cheap: frozenset[str] = frozenset()  # parameters whose gradient comes with their norms: torch need not compute it
     spare: frozenset[str] = frozenset()  # parameters whose gradient torch need not compute if nobody wants it
     rounding: float = 1e-9
     has_doubts: bool = False  # whether the sweep has not come to some positions of owned nodes
     lasting: bool = False  # whether it holds for later graphs with the same signature
-    indices: tuple[Indices, ...] = ()  # if these are the same
-    moves: Moves | None = None  # rows that other batches send elsewhere
+    is_dynamic: bool = False  # whether whose some rows are is another matter in every batch
     tried: set[Hashable] = field(default_factory=set)  # the first of each team, once it was compared with itself alone
     grouped: dict[Hashable, Any] = field(default_factory=dict)  # by device: the teams whose norms come from one launch
     recordings: dict[Hashable, dict[Any, Recording]] = field(default_factory=dict)  # of meetings, by what is wanted
@@ -119,27 +107,7 @@ class Plan:
                 found[place] = wanted
         return found
 
-    def fitted(self, nodes: Sequence[Node]) -> Plan | None:
-        """The plan for a graph of this signature; None if owners went by other indices then. On a GPU, waits for it
-        once."""
-        holds: list[Tensor] = []
-        for known in self.indices:
-            now = list(saved_by(nodes[known.place]))[known.which]
-            if now.shape != known.value.shape or now.device != known.value.device:
-                return None
-            holds.append((now == known.value).all())
-        if self.moves is None or not self.moves.moves:
-            return self if _are_true(holds) else None
-        found, more = self.moves.sent(nodes)
-        return self.moves.applied(self, found) if _are_true(holds + more) else None
-
 
 def _is_even(layout: Layout | None) -> bool:
     """Whether every row is known to be somebody's, as many to each."""
     return isinstance(layout, Mapped) and layout.is_whole and layout.held is not None
-
-
-def _are_true(holds: Sequence[Tensor]) -> bool:
-    """Whether all of these hold: one look at each device."""
-    devices = dict.fromkeys(each.device for each in holds)
-    return all(bool(torch.stack([each for each in holds if each.device == device]).all()) for device in devices)

@@ -14,22 +14,24 @@ from unsum.holding import Size
 from unsum.plan.audit import Audit, shape_of
 from unsum.plan.plan import Meeting, Route
 from unsum.rules.follow import turns
+from unsum.travel.walk import Walked
 
 
 def routes(
     nodes: Sequence[Node],
-    swept: Swept,
+    swept: Swept | Walked,
     mixed: set[Node],
     beside: Sequence[Node],
     names: Mapping[int, str],
     audit: Audit | None,
 ) -> dict[str, Any]:
-    """`expected`, `sizes`, `late`, `cheap`, `spare` and `streamed` of a plan."""
+    """`expected`, `sizes`, `late`, `free`, `dear`, `cheap`, `spare`, `reaches` and `streamed` of a plan."""
     place = {node: k for k, node in enumerate(nodes)}
     streams: dict[Node, None] = dict.fromkeys(beside)  # where gradients begin to pass formed
     expected: dict[str, int] = {}
     sizes: dict[str, Size] = {}
     late: set[str] = set()
+    reaches: dict[tuple[int, int], str] = {}  # the parameters to which factors are followed
     dear: set[str] = set()  # parameters whose sum does not come with the norms
     followed, known = ({}, {}) if audit is None else (audit.followed, audit.sizes)
     for node, owners in swept.owners.items():
@@ -46,6 +48,7 @@ def routes(
                 continue
             for name in reached:  # just one, or none that is wanted
                 expected[name] = expected.get(name, 0) + 1
+                reaches[place[node], edge] = name
                 sizes[name] = sizes[name] + known[node, edge] if name in sizes else known[node, edge]
                 if not followed[node, edge] or not isinstance(owners[0], Regular):
                     dear.add(name)
@@ -54,13 +57,17 @@ def routes(
     if swept.hidden:
         late |= set(names.values())
     free = set(expected) - late - shared
+    owned = {node for node, owners in swept.owners.items() if owners is not None}
     return {
         "streamed": frozenset(place[node] for node in streamed),
         "expected": expected,
         "sizes": {name: size for name, size in sizes.items() if name not in late},
         "late": frozenset(late),
-        "cheap": _skippable(nodes, swept, free - dear, names),
-        "spare": _skippable(nodes, swept, free, names),
+        "reaches": reaches,
+        "free": frozenset(free),
+        "dear": frozenset(dear),
+        "cheap": skippable(nodes, owned, free - dear, names),
+        "spare": skippable(nodes, owned, free, names),
     }
 
 
@@ -68,8 +75,8 @@ def _names(child: Node, names: Mapping[int, str]) -> set[str]:
     return {names[id(leaf.variable)] for leaf in ordered([child]) if is_leaf(leaf) and id(leaf.variable) in names}
 
 
-def _skippable(
-    nodes: Sequence[Node], swept: Swept, candidates: Iterable[str], names: Mapping[int, str]
+def skippable(
+    nodes: Sequence[Node], owned: set[Node], candidates: Iterable[str], names: Mapping[int, str]
 ) -> frozenset[str]:
     """Those without which every meeting is still run: a node all of whose edges are skipped is not."""
     skipped = set(candidates)
@@ -82,7 +89,7 @@ def _skippable(
         children = [child for _, child, _ in below(node)]
         if any(child in runs for child in children):
             runs.add(node)
-        elif swept.owners.get(node) is not None:
+        elif node in owned:
             own = {name for child in children for name in _names(child, names)} & skipped
             if own:
                 size = {names[id(leaf.variable)]: prod(leaf.variable.shape) for leaf in nodes if _is_named(leaf, names)}

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter, eq
 from typing import Any
 
@@ -35,17 +36,15 @@ class Survey:
 
 
 @dataclass(frozen=True)
-class Key:
-    """What a plan is remembered by. Its hash takes of the signature the skeleton alone: the rest is long, and compared
-    in any case."""
+class Sizes:
+    """What a derived plan is remembered by: the sizes of a graph and all numbers that its nodes have saved. Its hash
+    takes the layouts at the cut alone: the rest is long, and compared in any case."""
 
     signature: Signature
-    cut: Hashable
-    roots: Hashable
-    exact: bool
+    starts: Hashable
 
     def __hash__(self) -> int:
-        return hash((self.signature[0], self.cut, self.roots, self.exact))
+        return hash(self.starts)
 
 
 def survey(roots: Iterable[Node], names: Mapping[int, str]) -> Survey:
@@ -113,15 +112,21 @@ def plain(node: Node) -> Hashable:
     return type(node), None if read is None else read(node)
 
 
-def forward_key(
+def flags(
     modules: Sequence[torch.nn.Module], parameters: Sequence[torch.nn.Parameter], given: Sequence[torch.Tensor]
 ) -> tuple[Any, ...]:
-    """What decides, before a forward, whether its graph is likely to be known: flags, shapes and dtypes."""
+    """What decides, before a forward, which structure its graph is likely to have: flags and dtypes, no sizes."""
+    own = set(map(id, chain.from_iterable([module._buffers.values() for module in modules])))
     return (
         tuple(map(_training, modules)),
         tuple(map(_wanted, parameters)),
-        tuple([(tuple(t.shape), t.dtype, t.requires_grad) for t in given]),
+        tuple([(t.dim(), t.dtype, t.requires_grad, id(t) in own) for t in given]),
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cpu"),
         torch.is_autocast_enabled("cuda"),
     )
+
+
+def sizes_of(given: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """The shapes of what a call is given."""
+    return tuple([tuple(t.shape) for t in given])

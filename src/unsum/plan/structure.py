@@ -1,0 +1,170 @@
+"""What is remembered of one structure (kinds, edges and parameter names of a graph, without sizes), and the plan that
+follows from it for any sizes: the samples travel by the table, and nothing is compared again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from unsum.graph.layout import Layout, Mapped, Regular
+from unsum.graph.nodes import Edge, Node
+from unsum.graph.owners import Owners
+from unsum.holding import Size, size_of
+from unsum.kernels import costs
+from unsum.plan.audit import shape_of
+from unsum.plan.plan import Plan, Route
+from unsum.plan.routes import skippable
+from unsum.plan.teams import teams
+from unsum.rules.registry import Call
+from unsum.travel import Journey
+from unsum.travel.walk import Walked, walk
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What values have shown of a structure, once. Nodes are named by their places."""
+
+    weights: frozenset[int]  # that do not depend on data
+    nobodys: frozenset[int]  # that have no owners
+    silent: frozenset[int]  # at which values decide, in every batch
+    moved: dict[tuple[int, int], str]  # edges at which indices decide, and which layout they led to
+    skips: dict[frozenset[str], frozenset[str]] = field(default_factory=dict)  # which gradients torch need not compute
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether whose the rows are may be another matter in a batch of the same sizes."""
+        return bool(self.silent or self.moved)
+
+
+def starts_of(plan: Plan, nodes: Sequence[Node], known: Mapping[Edge, Layout], n: int) -> dict[Edge, Layout] | None:
+    """Where ownership starts in a graph of a known structure; None if it does not fit."""
+    found: dict[Edge, Layout] = {}
+    for (place, output), before in zip(plan.cut, plan.layouts, strict=True):
+        edge = nodes[place], output
+        said = known.get(edge)
+        if isinstance(before, Mapped):
+            if not isinstance(said, Mapped):
+                return None
+            found[edge] = said
+            continue
+        shape = tuple(nodes[place]._input_metadata[output].shape)
+        size = shape[before.dim] if before.dim < len(shape) else -1
+        is_whole = before.n * before.block == before.shape[before.dim]
+        block = size // n if is_whole else before.block
+        if isinstance(said, Mapped) or size < 0 or size % (n * block or 1):
+            return None
+        found[edge] = Regular(shape, n, before.dim, block)
+    return found
+
+
+def derived(
+    plan: Plan,
+    judged: Judged,
+    nodes: Sequence[Node],
+    starts: Mapping[Edge, Layout],
+    n: int,
+    names: Mapping[int, str],
+    same_sizes: Plan | None,
+) -> Plan | None:
+    """The plan for a graph of this structure; None if it does not follow, and the graph must be judged itself. Where a
+    plan for the `same_sizes` is at hand, only what indices and values decide is found anew."""
+    expected = {(nodes[place], edge): form for (place, edge), form in judged.moved.items()}
+    weights = {nodes[place] for place in judged.weights}
+    journey = Journey(n, expected)
+    walked = walk(nodes, starts, journey, lambda node: node not in weights, {nodes[place] for place in judged.silent})
+    if walked.mixing or walked.hidden or not _are_alike(walked, judged, nodes) or not _are_true(journey.holds):
+        return None
+    owned: dict[int, Owners] = {}
+    for place in plan.owned:
+        owners = walked.owners.get(nodes[place])
+        if owners is None:
+            return None
+        owned[place] = owners
+    routes: dict[int, tuple[Route, ...]] = {}
+    for place, there in plan.routes.items():
+        found = [_fitted(route, nodes[place], owned[place][0], n) for route in there]
+        if any(route is None for route in found):
+            return None
+        routes[place] = tuple(route for route in found if route is not None)
+    doubts = any(isinstance(layout, Mapped) and layout.has_unseen for each in owned.values() for layout in each)
+    if same_sizes is not None:
+        return replace(same_sizes, owned=owned, routes=routes, has_doubts=doubts, layouts=tuple(starts.values()))
+    dear = frozenset(_dear(plan, routes, nodes))
+    if dear not in judged.skips:
+        judged.skips[dear] = skippable(nodes, {nodes[place] for place in owned}, plan.free - dear, names)
+    mixed = {nodes[place] for place in plan.mixed}
+    return replace(
+        plan,
+        n=n,
+        owned=owned,
+        layouts=tuple(starts.values()),
+        routes=routes,
+        together=teams(nodes, routes, mixed, plan.alone),
+        dear=dear,
+        cheap=judged.skips[dear],
+        sizes={},
+        has_doubts=doubts,
+        grouped={},
+        recordings={},
+    )
+
+
+def _are_alike(walked: Walked, judged: Judged, nodes: Sequence[Node]) -> bool:
+    """Whether the same nodes have no owners."""
+    nobodys = {node for node, owners in walked.owners.items() if owners is None}
+    return len(nobodys) == len(judged.nobodys) and all(nodes[place] in nobodys for place in judged.nobodys)
+
+
+def _are_true(holds: Sequence[Tensor]) -> bool:
+    """Whether all of these hold: one look at each device."""
+    devices = dict.fromkeys(each.device for each in holds)
+    return all(bool(torch.stack([each for each in holds if each.device == device]).all()) for device in devices)
+
+
+def _fitted(route: Route, node: Node, layout: Layout | None, n: int) -> Route | None:
+    child, output = node.next_functions[route.edge]
+    shape = shape_of(child, output)
+    by = None if layout is None else route.rule.applies(node, layout, n, shape)
+    if by is None or (route.parameter is not None and isinstance(layout, Mapped) and by.has_nobodys):
+        return None
+    return Route(route.edge, route.rule, by, shape, route.meeting, route.parameter, route.turned)
+
+
+def _dear(plan: Plan, routes: Mapping[int, Sequence[Route]], nodes: Sequence[Node]) -> set[str]:
+    """The parameters whose gradient does not come with their norms, for these sizes."""
+    dear = set(plan.dear)
+    for there in routes.values():
+        for route in there:
+            layout, lead = route.by.layout, route.by.lead
+            name = route.parameter
+            if name is None or len(route.shape) != 2 or not isinstance(layout, Regular) or lead != len(layout.shape) - 1:
+                continue
+            if name not in plan.alone or layout.dim >= lead:
+                continue
+            t = prod(layout.shape[:lead]) // max(route.by.n, 1)
+            o = layout.shape[-1]
+            device = nodes[route.meeting.place]._input_metadata[0].device.type
+            way = "rank one" if t == 1 else costs.cheaper(t, prod(route.shape) // max(o, 1), o, device, want_sum=True)
+            (dear.discard if way == "product" else dear.add)(name)
+    return dear
+
+
+def sizes_of(plan: Plan, nodes: Sequence[Node]) -> dict[str, Size]:
+    """What holding the gradients of each parameter takes, in a graph of this plan."""
+    if plan.sizes:
+        return plan.sizes
+    found: dict[str, Size] = {}
+    for (place, edge), name in plan.reaches.items():
+        route = next((route for route in plan.routes.get(place, ()) if route.edge == edge), None)
+        if route is None or name in plan.late:
+            continue
+        meta = nodes[place]._input_metadata[0]
+        delta = torch.zeros((), dtype=meta.dtype, device=meta.device).expand(tuple(meta.shape))
+        kind = route.rule.make(Call(nodes[place], delta, route.by, route.shape))
+        if kind is not None:
+            found[name] = found[name] + size_of(kind) if name in found else size_of(kind)
+    return found

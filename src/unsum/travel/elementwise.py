@@ -1,0 +1,76 @@
+"""Numbers that stay where they are: elementwise operations with broadcasting, views, and dimensions that change places."""
+
+from __future__ import annotations
+
+from math import prod
+
+from torch import Tensor
+
+from unsum.graph.layout import Layout, Mapped, Regular, reshaped
+from unsum.travel.table import MIXED, SILENT, Answer, At, travels
+
+
+@travels(
+    "Add Sub Rsub Mul Div Neg Exp Exp2 Expm1 Log Log1P Log2 Log10 Sqrt Rsqrt Reciprocal Pow Abs Square Sigmoid Tanh Relu "
+    "LeakyRelu Elu Celu Gelu Silu Mish Softplus Hardsigmoid Hardswish Hardtanh Hardshrink Softshrink Clamp ClampMin "
+    "ClampMax Erf Erfc Erfinv Sin Cos Tan Asin Acos Atan Atan2 Sinh Cosh Asinh Acosh Atanh Sinc Addcmul Addcdiv Lerp "
+    "Maximum Minimum Fmax Fmin Where MaskedFill NativeDropout PreluKernel RreluWithNoise LogSigmoid Threshold Sgn Fmod "
+    "Remainder NanToNum Logit Xlogy Hypot Logaddexp Logaddexp2 MseLoss L1Loss SmoothL1Loss HuberLoss KlDiv "
+    "BinaryCrossEntropy BinaryCrossEntropyWithLogits SoftMarginLoss Angle Complex Polar Clone ToCopy Alias Contiguous "
+    "Copy CopyBackwards Conj ResolveConj ConjPhysical Expand Tril Triu Copysign Lgamma Digamma I0 Ldexp FusedDropout "
+    "SpecialI0E SpecialI1 SpecialNdtri SpecialErfcx SpecialEntr SpecialXlog1Py SpecialLogNdtr MulConstant ViewAs Detach "
+    "LogicalNot Polygamma Mvlgamma Float Double Nextafter Heaviside MaskedFillScalar NormalTensorTensor LiftFresh"
+)
+def elementwise(at: At) -> Layout | Answer:
+    """An argument that was spread over samples gets the sum of their gradients."""
+    missing = len(at.shape) - len(at.arg)
+    if not missing and at.arg == at.shape:
+        return at.same()
+    here = [d - missing for d in at.varies]
+    spread = [j < 0 or (at.arg[j] == 1 and at.shape[j + missing] != 1) for j in here]
+    if all(spread):
+        return MIXED
+    if any(spread):
+        return SILENT
+    if isinstance(at.layout, Regular):
+        return at.along(here[0])
+    return at.same_if(not missing)
+
+
+@travels("View UnsafeView ReshapeAlias Reshape Squeeze Unsqueeze Flatten Unflatten")
+def view(at: At) -> Layout | Answer:
+    """The order of numbers is kept."""
+    return reshaped(at.layout, at.arg, at.journey.n) if prod(at.shape) == prod(at.arg) else SILENT
+
+
+@travels("ViewAsReal ViewAsComplex Real Imag")
+def parts(at: At) -> Layout | Answer:
+    """A complex number has two parts along a last dimension."""
+    return at.same_if(all(d < len(at.arg) and d < len(at.shape) for d in at.varies))
+
+
+@travels("T Transpose Swapaxes Permute MT AdjointBackward Mh")
+def permute(at: At) -> Layout | Answer:
+    """Dimensions change places."""
+    rank = len(at.shape)
+    order = list(range(rank))
+    if at.kind == "Permute":
+        order = at.dims("dims")
+    elif rank > 1:
+        a, b = (rank - 2, rank - 1) if at.kind != "Transpose" else (*at.dims("dim0"), *at.dims("dim1"))
+        order[a], order[b] = b, a
+    layout = at.layout
+    if isinstance(layout, Regular):
+        return at.along(order[layout.dim])
+    lead = layout.map.dim()
+    if order[:lead] == list(range(lead)):
+        return at.same()
+    owner = layout.beside(layout.map).expand(at.shape)
+    return Mapped(_inverse(owner, order), (), layout.is_whole)
+
+
+def _inverse(owner: Tensor, order: list[int]) -> Tensor:
+    back = [0] * len(order)
+    for k, d in enumerate(order):
+        back[d] = k
+    return owner.permute(back)

@@ -1,0 +1,107 @@
+"""Layers with a kernel of their own: convolutions, pooling, resizing, normalisations, recurrent layers, losses."""
+
+from __future__ import annotations
+
+import re
+
+from unsum.graph.layout import Layout
+from unsum.travel.table import MIXED, SILENT, Answer, At, travels
+
+
+@travels("", prefixes="Convolution SlowConv MkldnnConvolution CudnnConvolution ThnnConv ConvDepthwise")
+def convolution(at: At) -> Layout | Answer:
+    """(batch, channels, …); weight and bias are used by the whole batch."""
+    if list(at.varies) != [0]:
+        return SILENT
+    return at.same() if at.edge == 0 else MIXED
+
+
+@travels("", prefixes="AvgPool AdaptiveAvgPool MaxPool AdaptiveMaxPool FractionalMaxPool MaxUnpool MkldnnAdaptiveAvgPool "
+         "Upsample MkldnnMaxPool ReflectionPad ReplicationPad QuantizedMaxPool")  # fmt: skip
+def pool(at: At) -> Layout | Answer:
+    """Along the last dimensions, of which the kind's name says how many."""
+    found = re.search(r"(\d)D", at.kind)
+    spatial = int(found[1]) if found else 3
+    return at.same_if(all(d < len(at.shape) - spatial for d in at.varies))
+
+
+@travels("GridSampler2D GridSampler3D CudnnGridSampler")
+def grid_sample(at: At) -> Layout | Answer:
+    """Images (batch, channels, …), and (batch, …, 2) places in them."""
+    return at.same_if(list(at.varies) == [0])
+
+
+@travels("Im2Col Col2Im ChannelShuffle NativeChannelShuffle")
+def windows(at: At) -> Layout | Answer:
+    """(batch, …)."""
+    return at.same_if(list(at.varies) == [0] and len(at.shape) > 2)
+
+
+@travels("PixelShuffle PixelUnshuffle")
+def pixels(at: At) -> Layout | Answer:
+    """(…, channels, height, width)."""
+    return at.same_if(all(d < len(at.shape) - 3 for d in at.varies))
+
+
+@travels("", prefixes="NativeLayerNorm FusedRmsNorm")
+def layer_norm(at: At) -> Layout | Answer:
+    """The last dimensions are normalised; scale and shift are used at every position."""
+    if any(d >= len(at.shape) - len(at.saved("normalized_shape")) for d in at.varies):
+        return SILENT
+    return at.same() if at.edge == 0 else MIXED
+
+
+@travels("NativeGroupNorm")
+def group_norm(at: At) -> Layout | Answer:
+    """(batch, channels, …)."""
+    if list(at.varies) != [0]:
+        return SILENT
+    return at.same() if at.edge == 0 else MIXED
+
+
+@travels("NativeBatchNorm CudnnBatchNorm MiopenBatchNorm NativeBatchNormLegitNoTraining NativeBatchNormLegit "
+         "BatchNormWithUpdate BatchNormNoUpdate")  # fmt: skip
+def batch_norm(at: At) -> Layout | Answer:
+    """In training, numbers of a channel meet over the batch; samples along the channels stay apart."""
+    if list(at.varies) == [1]:
+        return at.same() if at.edge == 0 else at.along(0)
+    if list(at.varies) != [0]:
+        return SILENT
+    trains = at.kind != "NativeBatchNormLegitNoTraining" and getattr(at.node, "_saved_training", True)
+    return MIXED if at.edge or trains else at.same()
+
+
+@travels("CudnnRnn MkldnnRnnLayer")
+def recurrent(at: At) -> Layout | Answer:
+    """Outputs, inputs and states are (time or layers, batch, features), all others are weights. (cuDNN's may have the
+    batch first.)"""
+    first = bool(getattr(at.node, "_saved_batch_first", False))
+    output, *states = at.outs
+    own = output if output is not None else next((state for state in states if state is not None), None)
+    wanted = 0 if first and output is not None else 1
+    if own is None or at.rows(own) is None or at.rows(own)[0] != wanted:  # type: ignore[index]
+        return SILENT
+    if at.edge == 0:
+        return at.along(0 if first else 1, own)
+    return at.along(1, own) if len(at.arg) == 3 else SILENT if at.kind == "MkldnnRnnLayer" else MIXED
+
+
+@travels("NllLoss NllLoss2D MultiMarginLoss MultilabelMarginLoss")
+def class_losses(at: At) -> Layout | Answer:
+    """One loss for each row of scores; behind the classes, one for each place."""
+    if len(at.arg) != len(at.shape) + 1 or len(at.varies) != 1:
+        return SILENT
+    (dim,) = at.varies
+    return at.along(0 if dim == 0 else dim + 1)
+
+
+@travels("CtcLoss CudnnCtcLoss")
+def ctc(at: At) -> Layout | Answer:
+    """(time, batch, classes) → (batch,)."""
+    return at.along(1) if len(at.arg) == 3 and list(at.varies) == [0] else SILENT
+
+
+@travels("Embedding EmbeddingBag")
+def embedding(at: At) -> Layout | Answer:
+    """A table that every position may look up."""
+    return MIXED if at.edge == 0 and list(at.varies)[-1:] != [len(at.shape) - 1] else SILENT

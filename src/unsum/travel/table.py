@@ -1,0 +1,161 @@
+"""Which function of the table speaks for which kind of node, and what it is told.
+
+A function of the table answers one question: the samples of a node's result lie there, so where do those of the
+argument at this edge lie? Its answer is a layout; MIXED, if positions of the argument get a gradient from several
+samples (a weight, or samples that interact); or SILENT, if it cannot say. Then the node is asked by values (`values`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from unsum.graph.layout import Layout, Mapped, Regular, along
+from unsum.graph.nodes import Node, signed
+
+Shape = tuple[int, ...]
+
+
+class Answer(Enum):
+    """What the table says where there is no layout."""
+
+    MIXED = "mixed"
+    SILENT = "silent"
+
+
+MIXED, SILENT = Answer.MIXED, Answer.SILENT
+
+
+@dataclass
+class Journey:
+    """One walk over a graph. On a GPU nothing is looked at on the way: what must be true is collected, to be read all
+    at once, and `expected` says which layouts the rows had that indices move when the graph was judged."""
+
+    n: int
+    expected: dict[tuple[Node, int], str] | None = None  # None: the graph is being judged, numbers may be looked at
+    holds: list[Tensor] = field(default_factory=list)
+
+
+class At:
+    """One node and one of its edges: the layout of a result, and the shape of the argument."""
+
+    __slots__ = ("arg", "edge", "journey", "kind", "layout", "node", "outs", "shape")
+
+    def __init__(self, node: Node, kind: str, outs: Sequence[Layout | None], layout: Layout, journey: Journey) -> None:
+        self.node, self.kind, self.outs, self.layout, self.journey = node, kind, outs, layout, journey
+        self.shape = layout.shape
+        self.edge, self.arg = 0, self.shape
+
+    def saved(self, name: str) -> Any:
+        """What the node has saved."""
+        return getattr(self.node, "_saved_" + name)
+
+    def dims(self, name: str = "dim", rank: int | None = None) -> list[int]:
+        """Dimensions that the node has saved, counted from 0."""
+        given = self.saved(name)
+        rank = len(self.shape) if rank is None else rank
+        return [signed(d) % max(rank, 1) for d in (given if isinstance(given, tuple | list) else (given,))]
+
+    @property
+    def varies(self) -> Sequence[int]:
+        """The dimensions of the result along which the sample may change."""
+        return (self.layout.dim,) if isinstance(self.layout, Regular) else range(self.layout.map.dim())
+
+    def same(self) -> Layout | Answer:
+        """The argument has its samples where the result has them."""
+        layout, arg = self.layout, self.arg
+        if isinstance(layout, Regular):
+            fits = layout.dim < len(arg) and arg[layout.dim] == self.shape[layout.dim]
+            return Regular(arg, layout.n, layout.dim, layout.block) if fits else SILENT
+        lead = layout.map.dim()
+        return replace(layout, behind=arg[lead:]) if arg[:lead] == self.shape[:lead] else SILENT
+
+    def same_if(self, holds: bool) -> Layout | Answer:
+        """The same, under this condition."""
+        return self.same() if holds else SILENT
+
+    def along(self, dim: int, of: Layout | None = None) -> Layout | Answer:
+        """The samples lie along this dimension of the argument as they do along the one of the result."""
+        layout = self.layout if of is None else of
+        if isinstance(layout, Regular):
+            fits = 0 <= dim < len(self.arg) and self.arg[dim] == layout.shape[layout.dim]
+            return Regular(self.arg, layout.n, dim, layout.block) if fits else SILENT
+        return self.by_rows(layout.map, dim) if layout.map.dim() == 1 else SILENT
+
+    def by_rows(self, rows: Tensor, dim: int) -> Layout | Answer:
+        """The argument's samples along a dimension, as a vector of owners."""
+        fits = 0 <= dim < len(self.arg) and self.arg[dim] == len(rows)
+        return along(rows, dim, self.arg, self.journey.n) if fits else SILENT
+
+    def rows(self, layout: Layout | None = None) -> tuple[int, Tensor] | None:
+        """The dimension along which samples change, if it is one, and the owners along it."""
+        layout = self.layout if layout is None else layout
+        if isinstance(layout, Regular):
+            return layout.dim, layout.along().int()
+        return (0, layout.map) if layout.map.dim() == 1 else None
+
+
+Travel = Callable[[At], "Layout | Answer"]
+
+TABLE: dict[str, Travel] = {}
+PREFIXES: dict[str, Travel] = {}  # of kinds that have many variants
+_kinds: dict[str, tuple[str, Travel | None]] = {}  # by the name of a node
+
+
+def travels(kinds: str, *, prefixes: str = "") -> Callable[[Travel], Travel]:
+    """Say how samples travel at these kinds of nodes, named as the graph names them without "Backward0"."""
+
+    def register(travel: Travel) -> Travel:
+        TABLE.update(dict.fromkeys(kinds.split(), travel))
+        PREFIXES.update(dict.fromkeys(prefixes.split(), travel))
+        _kinds.clear()
+        return travel
+
+    return register
+
+
+def entry(name: str) -> tuple[str, Travel | None]:
+    """The kind of a node with this name, and its function, if the table has one."""
+    if name not in _kinds:
+        kind = name.rpartition("::")[2].split("Backward")[0]
+        found = TABLE.get(kind) or next((PREFIXES[p] for p in PREFIXES if kind.startswith(p)), None)
+        _kinds[name] = kind, found
+    return _kinds[name]
+
+
+def forget(kind: str) -> Travel | None:
+    """Take a kind out of the table, for a test of what happens without it; returns what it was."""
+    _kinds.clear()
+    return TABLE.pop(kind, None) or PREFIXES.pop(kind, None)
+
+
+def start(node: Node, outs: Sequence[Layout | None], journey: Journey) -> At | None:
+    """What the functions of the table are told of a node; None if nothing is known of its results."""
+    layout = next((out for out in outs if out is not None), None)
+    if layout is None:
+        return None
+    return At(node, "", outs, layout, journey)
+
+
+def down(at: At, edge: int, shape: Shape) -> Layout | Answer:
+    """Where the samples of the argument at an edge lie, which has this shape."""
+    node = at.node
+    layout = at.layout
+    if isinstance(layout, Mapped) and not layout.map.dim() and all(out is None or out is layout for out in at.outs):
+        return replace(layout, behind=shape)  # all of it is one sample's, and so is what comes of it
+    if isinstance(node, BackwardCFunction):
+        return SILENT
+    at.kind, travel = entry(node.name())
+    if travel is None:
+        return SILENT
+    at.edge, at.arg = edge, shape
+    try:
+        return travel(at)
+    except (AttributeError, IndexError):  # another version of torch saves something else
+        return SILENT
+

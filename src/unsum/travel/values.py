@@ -1,0 +1,127 @@
+"""What nodes say by their values. A node is called by hand with a random gradient, and again with every sample's part of
+it multiplied by a factor of its own: what comes out tells whose each position of its arguments is.
+
+Where the table is silent, the node is asked (`ask`). Where the table speaks, its word is compared once, on the first
+batch of a structure (`Claims`), and so are the rules that are to be used there (`audit`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from unsum.graph.codes import TOLERANCE, Codes
+from unsum.graph.layout import UNSEEN, Layout, Mapped, Regular
+from unsum.graph.nodes import Node
+from unsum.graph.owners import Owners, hidden_owners, in_range, refuse_changing
+from unsum.graph.replay import Grads, Heard, replay
+from unsum.travel.table import MIXED, Answer
+
+
+def ask(node: Node, outs: Owners, n: int) -> tuple[list[Layout | Answer | None], list[Owners]]:
+    """Whose the positions of each argument are, and of the backwards that the node runs by itself."""
+    codes = Codes(n, signs=any(meta.dtype == torch.float16 for meta in node._input_metadata))
+    plain = drawn(node, outs, 0)
+    streams = [plain]
+    for copy in range(len(codes.tables)):
+        streams.append(
+            [
+                None if grad is None or out is None else grad * codes.factor(copy, out, grad)
+                for grad, out in zip(plain, outs, strict=True)
+            ]
+        )
+    heard: list[list[Heard]] = [[] for _ in streams]
+    results = [replay(node, grads, heard[k], still=True) for k, grads in enumerate(streams)]
+    if isinstance(node, BackwardCFunction):
+        refuse_changing(node, plain, results[0])
+    found: list[Layout | Answer | None] = []
+    for values in zip(*results, strict=True):
+        first, *copies = in_range(list(values))
+        if first is None:
+            found.append(None)
+            continue
+        copies = [torch.zeros_like(first) if copy is None else copy for copy in copies]
+        layout = codes.read(first, copies, fills=False)  # type: ignore[arg-type]
+        found.append(MIXED if layout is None else layout.narrowed() if isinstance(layout, Mapped) else layout)
+    return found, hidden_owners(node, heard, codes) if heard[0] else []
+
+
+def drawn(node: Node, outs: Owners, seed: int) -> list[Tensor | None]:
+    """A random gradient for the results whose owners are known."""
+    found: list[Tensor | None] = []
+    for meta, out in zip(node._input_metadata, outs, strict=True):
+        if out is None:
+            found.append(None)
+            continue
+        generator = torch.Generator(meta.device).manual_seed(seed)
+        value = torch.randn(tuple(meta.shape), generator=generator, dtype=meta.dtype, device=meta.device)
+        value = value + 0.1 * value.sgn()
+        if isinstance(out, Mapped) and not out.is_whole:
+            value = value.masked_fill(out.beside(out.map.to(value.device) == UNSEEN), 0)
+        found.append(value)
+    return found
+
+
+class Claims:
+    """What is said of nodes, compared with their values; read all at once, since a GPU would be waited for each time."""
+
+    def __init__(self, n: int) -> None:
+        generator = torch.Generator().manual_seed(n)
+        size = torch.rand(n + 1, generator=generator, dtype=torch.float64) * 2 - 1
+        sign = torch.randint(2, (n + 1,), generator=generator) * 2 - 1
+        self.factors = torch.pow(4.0, size) * sign  # from 1/4 to 4
+        self.factors[n] = 0  # of what is nobody's
+        self._tables: dict[object, Tensor] = {}
+        self._said: list[tuple[Node, float]] = []
+        self._off: list[Tensor] = []
+
+    def of(self, layout: Layout, like: Tensor) -> Tensor:
+        """Each position's factor."""
+        dtype = like.real.dtype if like.is_complex() else like.dtype
+        key = dtype, like.device
+        if key not in self._tables:
+            self._tables[key] = self.factors.to(like.device, dtype)
+        table = self._tables[key]
+        if isinstance(layout, Regular):
+            view = [-1 if d == layout.dim else 1 for d in range(like.dim())]
+            return table[layout.along(like.device)].view(view)
+        return layout.beside(table[layout.map.to(like.device).long()])
+
+    def compare(
+        self, node: Node, outs: Owners, said: Mapping[int, Layout]
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Note how far the node's values are from what is said of its edges. Returns a gradient, and what the node sends
+        along its edges for the same gradient, each sample's part times its factor."""
+        plain = drawn(node, outs, 0)
+        scaled = [
+            None if grad is None or out is None else grad * self.of(out, grad)
+            for grad, out in zip(plain, outs, strict=True)
+        ]
+        after: Sequence[Tensor | None] = replay(node, scaled)
+        before: Grads = replay(node, plain) if said else ()
+        for edge, layout in said.items():
+            one, other = before[edge], after[edge]
+            if one is None or other is None or not one.numel():
+                continue
+            off, size = (other - one * self.of(layout, one)), other
+            norms = torch.stack([torch.linalg.vector_norm(each.flatten()).double() for each in (off, size)])
+            self._said.append((node, TOLERANCE.get(one.dtype, (5e-2, 0))[0]))
+            self._off.append(norms.real)
+        return plain, list(after)
+
+    def contradicted(self) -> dict[Node, None]:
+        """The nodes of which something was said that is not so."""
+        by_device: dict[torch.device, list[int]] = {}
+        for k, off in enumerate(self._off):
+            by_device.setdefault(off.device, []).append(k)
+        found: dict[Node, None] = {}
+        for places in by_device.values():
+            read = torch.stack([self._off[k] for k in places]).tolist()
+            for k, (off, size) in zip(places, read, strict=True):
+                node, tolerance = self._said[k]
+                if off > tolerance * size:  # not so where a NaN hides it
+                    found[node] = None
+        return found

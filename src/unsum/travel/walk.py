@@ -1,0 +1,138 @@
+"""One walk from the cut to the leaves, by the table: whose is each position of each node?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+from unsum.graph.layout import Layout, Mapped, Regular, complete, merged
+from unsum.graph.nodes import Edge, Node, is_leaf
+from unsum.graph.owners import Owners
+from unsum.travel.table import MIXED, SILENT, Answer, Journey, down, start
+from unsum.travel.values import ask
+
+
+@dataclass
+class Walked:
+    """What a walk has found."""
+
+    owners: dict[Node, Owners | None] = field(default_factory=dict)  # None where positions mix samples
+    said: dict[Node, dict[int, Layout]] = field(default_factory=dict)  # by the table alone: what it said of which edge
+    asked: dict[Node, None] = field(default_factory=dict)  # where values decided
+    moved: dict[tuple[Node, int], str] = field(default_factory=dict)  # edges at which indices decided, and how it was
+    hidden: dict[Node, list[Owners]] = field(default_factory=dict)  # of the backwards that a node runs by itself
+    mixing: dict[Node, Node] = field(default_factory=dict)  # data-side nodes without owners, and the last one above
+
+
+def walk(
+    order: Sequence[Node],
+    starts: Mapping[Edge, Layout],
+    journey: Journey,
+    is_data: Callable[[Node], bool],
+    silent: Collection[Node] = (),
+) -> Walked:
+    """The owners of the nodes in `order`. At the `silent` ones values decide, as where the table says nothing."""
+    found, n = Walked(), journey.n
+    arriving: dict[Node, Owners | None] = {}  # None: mixed
+    for (node, output), layout in starts.items():
+        _arrive(arriving, node, output, layout, journey)
+    for node in order:
+        if node not in arriving or is_leaf(node):
+            continue
+        outs = found.owners[node] = _filled(arriving.pop(node), journey)
+        edges = [(k, child, output) for k, (child, output) in enumerate(node.next_functions) if child is not None]
+        if outs is None:
+            for _, child, _ in edges:
+                arriving[child] = None
+            continue
+        if _mixes(node, outs):
+            found.mixing.setdefault(node, node)
+        at = start(node, outs, journey)
+        answers: list[Layout | Answer | None] = [None] * len(node.next_functions)
+        must_ask = node in silent
+        for k, child, output in edges:
+            if not is_leaf(child):
+                shape = tuple(child._input_metadata[output].shape)
+                answer = _alone(shape, is_data(child)) if n == 1 else SILENT if at is None else down(at, k, shape)
+                answers[k] = answer
+                must_ask = must_ask or answer is SILENT
+        if must_ask or isinstance(node, BackwardCFunction):
+            found.asked[node] = None
+            values, hidden = ask(node, outs, n)
+            answers = [value if n > 1 or answer is None else answer for value, answer in zip(values, answers, strict=True)]
+            if hidden:
+                found.hidden[node] = hidden
+        else:
+            found.said[node] = {k: said for k, said in enumerate(answers) if isinstance(said, Regular | Mapped)}
+            if at is not None and at.kind in INDEXED:
+                found.moved.update({(node, k): _form(said) for k, said in found.said[node].items()})
+        for k, child, output in edges:
+            answer = answers[k]
+            if answer is None or is_leaf(child):
+                continue
+            if isinstance(answer, Mapped) and not is_data(child):
+                answer = MIXED  # each expert may have had one sample's tokens
+            if isinstance(answer, Answer) or not _arrive(arriving, child, output, answer, journey):
+                arriving[child] = None
+                if is_data(child):
+                    found.mixing.setdefault(child, node)
+    return found
+
+
+INDEXED = frozenset({"Index", "UnsafeIndex", "IndexSelect", "IndexAdd", "IndexCopy", "IndexPut", "IndexPutImpl"})
+
+
+def _mixes(node: Node, outs: Owners) -> bool:
+    """Whether values mix whatever the gradients do: batch norm in training, counts of ids over the batch."""
+    name = node.name()
+    if "BatchNorm" in name and not name.startswith("NativeBatchNormLegitNoTraining"):
+        out = outs[0]
+        return bool(getattr(node, "_saved_training", True)) and not (isinstance(out, Regular) and out.dim == 1)
+    return name.startswith("Embedding") and bool(getattr(node, "_saved_scale_grad_by_freq", False))
+
+
+def _alone(shape: tuple[int, ...], is_data: bool) -> Layout | Answer:
+    """Of one sample, all data is its own."""
+    if not is_data:
+        return MIXED
+    is_there = shape and 0 not in shape
+    return Regular(shape, 1, 0, shape[0]) if is_there else Mapped(torch.zeros((), dtype=torch.int32), shape, is_whole=True)
+
+
+def _arrive(
+    arriving: dict[Node, Owners | None], node: Node, output: int, layout: Layout, journey: Journey
+) -> bool:
+    """Note whose a node's output is; False if that contradicts what is known of it."""
+    if node not in arriving:
+        arriving[node] = [None] * len(node._input_metadata)
+    outs = arriving[node]
+    if outs is None:
+        return True  # mixed already, and told of
+    known = outs[output]
+    both = layout if known is None else merged(known, layout, journey.n, None if journey.expected is None else journey.holds)
+    if both is None:
+        return False
+    outs[output] = both
+    return True
+
+
+def _filled(outs: Owners | None, journey: Journey) -> Owners | None:
+    """Positions that get no gradient from anywhere follow the others, if these fit just one regular layout."""
+    if outs is None:
+        return None
+    for k, out in enumerate(outs):
+        if isinstance(out, Mapped) and not out.is_whole and out.map.dim() and out.map.device.type == "cpu":
+            whole = complete(out.map, journey.n)
+            if isinstance(whole, Regular):
+                outs[k] = Regular(out.shape, whole.n, whole.dim, whole.block)
+    return outs
+
+
+def _form(layout: Layout) -> str:
+    """What is expected of rows that indices move, in a later batch."""
+    if isinstance(layout, Regular):
+        return str(layout.dim) if layout.n * layout.block == layout.shape[layout.dim] else ""
+    return "rows" if layout.is_whole and layout.map.dim() == 1 else ""
