@@ -563,13 +563,16 @@ def test_dimensions_of_the_same_size_are_told_apart_by_trying():
             return self.fc(x).transpose(0, 1)
 
     turned = Turned().double()
-    with pytest.raises(SamplesError, match="dimension 1"):
-        with unsum.gradients(turned):
-            turned(square).square().sum().backward()
+    with unsum.gradients(turned) as g:
+        turned(square).square().sum().backward()
+    for name, wanted in truth_of(turned, square, lambda m, x: m.fc(x).square().sum()).items():
+        torch.testing.assert_close(g[name].per_sample(), wanted)
     states = nn.LSTM(N, 5, 2, batch_first=True, bidirectional=True).double()
-    with pytest.raises(SamplesError, match="dimension 1"):
-        with unsum.gradients(states):
-            states(square)[1][0].square().sum().backward()
+    last = lambda m, x: m(x)[1][0].square().sum()
+    with unsum.gradients(states) as g:
+        last(states, square).backward()
+    for name, wanted in truth_of(states, square, last).items():
+        torch.testing.assert_close(g[name].per_sample(), wanted)
 
 
 def test_positions_are_not_samples_though_there_are_as_many():
@@ -586,9 +589,11 @@ def test_positions_are_not_samples_though_there_are_as_many():
 
     ids = IDS[:, :N]
     truth = truth_of(model, ids, lambda m, x: losses(m, x, torch.arange(N)).sum())
-    with pytest.raises(SamplesError, match="mark_samples"):
-        with unsum.gradients(model):
-            (model.tokens(ids) + model.places(torch.arange(N))).square().sum().backward()
+    joined = lambda m, x: (m.tokens(x) + m.places(torch.arange(N))).square().sum()
+    with unsum.gradients(model) as g:
+        joined(model, ids).backward()
+    for name, wanted in truth_of(model, ids, joined).items():
+        torch.testing.assert_close(g[name].per_sample(), wanted)
     with unsum.gradients(model) as g:
         unsum.mark_samples(losses(model, ids, torch.arange(N))).sum().backward()
     for name, wanted in truth.items():
@@ -618,10 +623,15 @@ def test_weights_that_the_model_returns_are_not_samples():
         run(model, FLAT).backward()
     for name, wanted in truth_of(model, FLAT, run).items():
         torch.testing.assert_close(g[name].per_sample(), wanted)
-    with pytest.raises(SamplesError, match="mark_samples"):  # nothing is saved here that could tell
-        with unsum.gradients(model):
-            out, c = model(FLAT)
-            (out[:, None] - c).square().sum().backward()
+
+    def apart(m, x):
+        out, c = m(x)
+        return (out[:, None] - c).square().sum()
+
+    with unsum.gradients(model) as g:
+        apart(model, FLAT).backward()
+    for name, wanted in truth_of(model, FLAT, apart).items():
+        torch.testing.assert_close(g[name].per_sample(), wanted)
 
 
 def test_backwards_that_share_a_forward_share_its_samples():
@@ -1244,9 +1254,10 @@ def test_losses_that_the_model_itself_computes():
 
     model = Blind(None).double()
     model.fc = nn.Linear(D, N).double()
-    with pytest.raises(SamplesError, match="rows"):
-        with unsum.gradients(model):
-            model(FLAT).backward()
+    with unsum.gradients(model) as g:  # each sample's share, as it leaves the last layer
+        model(FLAT).backward()
+    share = model.fc(FLAT).detach().mean(0) * 2 / N
+    torch.testing.assert_close(g["fc.weight"].per_sample(), share[None, :, None] * FLAT[:, None])
 
 
 def test_check_takes_samples_and_names_what_is_frozen():

@@ -17,9 +17,8 @@ from unsum import hooks
 from unsum import samples as sample_maps
 from unsum.choice import choose, first_names
 from unsum.compiled.tapping import Tapped, Tapping
-from unsum.errors import OptionError, SamplesError, UnsupportedError
+from unsum.errors import OptionError, UnsupportedError
 from unsum.gathered import Gradients
-from unsum.graph.cut import losses_of
 from unsum.graph.layout import Layout, Regular
 from unsum.graph.nodes import Edge, Node, ordered, place
 from unsum.graph.probe import state_set_aside
@@ -32,7 +31,7 @@ from unsum.plan.forward import Forward
 from unsum.plan.grads import Delivery
 from unsum.plan.grouped import left_to_torch
 from unsum.plan.intake import Intake, are_listened, listens_to_all
-from unsum.plan.learn import Setting, inside, learn, number_of_samples
+from unsum.plan.learn import Setting, inside, learn, number_of_samples, unknown_samples
 from unsum.plan.memory import Structure, forget_structure, recall, remember, watch_again
 from unsum.plan.plan import Plan
 from unsum.plan.run import Run
@@ -88,7 +87,8 @@ class GradientsBlock:
         self._sides = Sides(self._model, self._saved)
         self._forward = Forward(self._names, options.samples, self._sides, verify=options.verify)
         self._setting = Setting(
-            self._sides, self._forward.rows, self._found.unique(), self._found.by_id, self._forward.module_of,
+            self._sides, self._forward.rows, self._forward.seeds, self._forward.mismatch,
+            self._found.unique(), self._found.by_id, self._forward.module_of,
             exact=options.exact, rules=options.rules, strict=options.strict,
         )  # fmt: skip
         self._named: dict[int, str] = {}  # modules by id, if others than the model are called from outside
@@ -179,7 +179,7 @@ class GradientsBlock:
     def after_call(self, output: Any) -> None:
         self._forward.after(output)
         self.passes = False
-        self._found.forwards = self._forward.calls
+        self._found.forwards = len(self._forward.made)
         if self._tapping is not None and output is not None and not self._forward.is_inside:
             self._tapping.saw(output)
 
@@ -188,7 +188,7 @@ class GradientsBlock:
             return hooks.NOTHING
         with hooks.alone(self) as is_alone:
             output = tapping.call(module, args, kwargs) if is_alone else hooks.NOTHING
-        self._found.forwards = self._forward.calls
+        self._found.forwards = len(self._forward.made)
         return output
 
     # ---- backward -------------------------------------------------------------------------------------------------
@@ -201,14 +201,14 @@ class GradientsBlock:
             return None
         self._intake = None
         self._arrived.clear()
-        if call.create_graph:
-            raise UnsupportedError("create_graph=True: the gradients of a second backward are not those of .grad")
         seen = survey(_roots(call), self._found.by_id)
         known, calls = self._forward.find(seen.nodes)
         if self._tapping is not None and (tapped := self._tapping.begin(call, seen.nodes)) is not None:
             return self._begin_tapped(call, seen.nodes, tapped, calls)
-        if not known and not any(id(leaf) in self._setting.wanted for leaf in seen.leaves):
-            return None  # of another model
+        if not self._reaches(call, seen):
+            return None  # of another model, or for something else than parameters
+        if call.create_graph:
+            raise UnsupportedError("create_graph=True: the gradients of a second backward are not those of .grad")
         plan, nodes = self._recall(call, seen, known, calls)
         self._calls, again = self._found.group(self._calls, plan.n)
         self._is_new = not again
@@ -221,6 +221,13 @@ class GradientsBlock:
             return hooks.Wish(retain_graph=self._clipping.returns)
         only = [leaf for leaf, name in zip(seen.leaves, seen.names, strict=True) if name not in skipped]
         return hooks.Wish(only, retain_graph=self._clipping.returns)
+
+    def _reaches(self, call: hooks.Backward, seen: Survey) -> bool:
+        """Whether this backward brings a gradient to any chosen parameter."""
+        wanted = self._setting.wanted
+        if call.inputs:
+            return any(id(given) in wanted for given in call.inputs)
+        return any(id(leaf) in wanted for leaf in seen.leaves)
 
     def _begin_tapped(
         self, call: hooks.Backward, nodes: Sequence[Node], tapped: Tapped, calls: frozenset[int]
@@ -297,7 +304,7 @@ class GradientsBlock:
         self._before = [(r, r.save()) for r in options.reducers if hasattr(r, "save")]
         for reducer in options.reducers:
             if hasattr(reducer, "select"):
-                reducer.select(self._calls, self._forward.positions)
+                reducer.select(self._calls, self._forward.positions(self._calls))
             reducer.begin(n, again)
 
     def _skipped(self, call: hooks.Backward, plan: Plan, nodes: Sequence[Node]) -> frozenset[str]:
@@ -323,19 +330,13 @@ class GradientsBlock:
         self, call: hooks.Backward, seen: Survey, known: Mapping[Edge, Layout], calls: frozenset[int]
     ) -> tuple[Plan, Sequence[Node]]:
         """The plan of this graph, remembered or learnt, and the nodes in its order."""
-        self._calls = calls
-        if not known and len(self._forward.sizes) == 1:  # no output can be cut: losses, one for each sample
-            known = losses_of(call.roots, *self._forward.sizes)
-            self._calls = self._forward.last_call()
-        if not known:
-            raise SamplesError(
-                "cannot tell whose gradient this is: no tensor with known samples lies between loss and model.\n"
-                + self._forward.mismatch()
-                + "  call the model inside the block, say samples=unsum.dim(k), or unsum.mark_samples(losses)"
-            )
-        self._is_checked = not self._setting.rules
+        self._calls = calls or self._forward.pending()
         ids = self._options.samples.ids
-        n = number_of_samples(known) if ids is None else len(ids)
+        n = number_of_samples(known) if ids is None and known else self._forward.number_of_samples(self._calls)
+        if n is None:
+            raise unknown_samples(self._forward.mismatch())
+        self._forward.had_backward(self._calls)
+        self._is_checked = not self._setting.rules
         key = self._key(call, seen, known, n)
         structure = recall(self._model, key) if self._setting.rules and n else None
         if structure is not None and not (structure.is_blind and self._forward.watched):
@@ -349,7 +350,9 @@ class GradientsBlock:
         self._sides.is_blind = not self._forward.watched
         nodes = ordered(_roots(call))
         with self._learn():
-            plan, judged = learn(call.roots, call.grads, nodes, known, self._setting, n, marked=self._forward.is_marked)
+            plan, judged = learn(
+                call.roots, call.grads, nodes, known, self._setting, n, self._calls, marked=self._forward.is_marked
+            )
         if judged is not None and self._setting.rules:
             plan = replace(
                 plan, order=tuple(seen.at[node] for node in nodes), lasting=True, is_dynamic=judged.is_dynamic
@@ -375,7 +378,8 @@ class GradientsBlock:
         """What a structure is remembered by. One sample is a case of its own: then all data is its."""
         cut = tuple([(seen.at[node], output, isinstance(owners, Regular)) for (node, output), owners in known.items()])
         roots = tuple([(seen.at.get(node), output) for node, output in map(place, call.roots)])
-        return seen.signature[0], seen.names, cut, roots, self._setting.exact, n == 1
+        marked = self._forward.is_marked
+        return seen.signature[0], seen.names, cut, roots, self._setting.exact, n == 1, marked
 
     def _derive(
         self, structure: Structure, seen: Survey, nodes: Sequence[Node], known: Mapping[Edge, Layout], n: int
@@ -389,7 +393,9 @@ class GradientsBlock:
         if starts is None:
             return None
         with self._learn() if structure.judged.silent or self._saved.is_needed else contextlib.nullcontext():
-            plan = derived(structure.plan, structure.judged, nodes, starts, n, self._found.by_id, plan)
+            plan = derived(
+                structure.plan, structure.judged, nodes, starts, n, self._found.by_id, self._forward.rows, plan
+            )
         if plan is not None:
             structure.keep(sizes, plan)
         return plan

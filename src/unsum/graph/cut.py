@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unsum.graph.layout import Layout, Regular
+from unsum.graph.layout import Layout
 from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered, place
 
 # Scalars joined by addition do not meet: the two sides have nothing to do with each other.
-REDUCTIONS = ("SumBackward", "MeanBackward", "DotBackward")
 JOINS = ("AddBackward0", "SubBackward0", "StackBackward0", "CatBackward0", "RsubBackward1")
 
 
@@ -57,25 +56,6 @@ def find_cut(roots: Sequence[Any], known: Mapping[Edge, Layout], is_data: Any) -
         if is_data(node) or any(child in inside or child in on_data for child in children):
             on_data.add(node)
     return Cut(starts, model, loss_order, on_data)
-
-
-def losses_of(roots: Sequence[Any], n: int) -> dict[Edge, Layout]:
-    """Vectors of n losses that are summed, averaged or weighted to the scalars that are differentiated."""
-    found: dict[Edge, Layout] = {}
-    waiting = [node for root in roots if (node := place(root)[0]) is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if is_leaf(node) or any(tuple(meta.shape) != () for meta in node._input_metadata):
-            continue
-        for _, child, output in below(node):
-            shape = () if is_leaf(child) else tuple(child._input_metadata[output].shape)
-            if node.name().startswith(REDUCTIONS) and shape == (n,):
-                found[child, output] = Regular((n,), n, 0, 1)
-            elif child not in seen:
-                seen.add(child)
-                waiting.append(child)
-    return found
 
 
 def is_penalty(node: Node) -> bool:

@@ -67,7 +67,7 @@ class Mapped:
 
     def beside(self, rows: Tensor) -> Tensor:
         """What there is one of for each number of the map, with dimensions of size 1 for those behind."""
-        return rows.view(*rows.shape, *(1 for _ in self.behind))
+        return rows.view((*rows.shape, *(1 for _ in self.behind)))
 
     @cached_property
     def has_unseen(self) -> bool:
@@ -147,7 +147,7 @@ def complete(owner: Tensor, n: int) -> Layout:
 
 def along(rows: Tensor, dim: int, shape: tuple[int, ...], n: int) -> Layout:
     """From the owners along one dimension. A regular layout, if they follow one and lie where they can be looked at."""
-    if rows.device.type == "cpu":
+    if rows.device.type == "cpu" and not bool((rows == UNSEEN).any()):
         found = complete(rows, n)
         if isinstance(found, Regular):
             return Regular(shape, n, dim, found.block)

@@ -73,7 +73,7 @@ class Positions:
         if map_.dim() > self.lead:  # the same along all features
             return map_.flatten(self.lead)[..., 0].flatten() if map_.numel() else map_.new_empty(0)
         lead = self.layout.shape[: self.lead]
-        return map_.view(*map_.shape, *(1 for _ in lead[map_.dim() :])).expand(lead).flatten()
+        return map_.view((*map_.shape, *(1 for _ in lead[map_.dim() :]))).expand(lead).flatten()
 
     def index(self, device: torch.device) -> Tensor:
         """(n, t): the positions of each sample, then -1."""

@@ -7,12 +7,13 @@ say whose the node's positions are.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from unsum.graph.layout import NOBODY, Layout, mapped
+from unsum.graph.layout import NOBODY, Layout, Regular, mapped, reshaped
 from unsum.graph.nodes import Node
 from unsum.graph.saved import saved_by
 
@@ -36,6 +37,30 @@ class Rows:
 
     def __init__(self) -> None:
         self._places: dict[int, _Place] = {}
+        self._prints: list[tuple[int, Tensor]] = []  # of inputs: how many numbers a sample has, and sums over them
+
+    def take_prints(self, tensor: Tensor, owners: Layout) -> None:
+        """Remember an input by sums over each sample's numbers, to know copies of it."""
+        if isinstance(owners, Regular) and tensor.is_floating_point() and tensor.numel():
+            self._prints.append((tensor.numel() // owners.n, _sums(tensor, owners)))
+            del self._prints[:-16]
+
+    def resembles(self, node: Node, layout: Layout) -> bool | None:
+        """Whether a node has saved a copy of an input whose samples lie as the layout says; None if that cannot be
+        told."""
+        if not isinstance(layout, Regular):
+            return None
+        for tensor in saved_by(node):
+            shape = tuple(tensor.shape)
+            if not tensor.is_floating_point() or shape[: layout.dim + 1] != layout.shape[: layout.dim + 1]:
+                continue
+            for count, wanted in self._prints:
+                if count * layout.n == tensor.numel() and len(wanted) == layout.n:
+                    found = _sums(tensor, Regular(shape, layout.n, layout.dim, layout.block))
+                    total = torch.isclose(found.sum(0), wanted.sum(0).to(found.device), rtol=1e-4, atol=1e-6).all()
+                    if bool(total):  # the same numbers
+                        return bool(torch.isclose(found, wanted.to(found.device), rtol=1e-4, atol=1e-6).all())
+        return None
 
     def remember(self, tensor: Tensor, owners: Layout) -> None:
         """The owners of this tensor are known."""
@@ -54,9 +79,15 @@ class Rows:
     def forget(self) -> None:
         """Let go of everything."""
         self._places.clear()
+        self._prints.clear()
 
     def __bool__(self) -> bool:
         return bool(self._places)
+
+    def of(self, tensor: Tensor) -> Layout | None:
+        """The owners of a tensor that is remembered, or of a view of all of it."""
+        place = self._places.get(_number(tensor))
+        return None if place is None or place.itemsize != tensor.element_size() else _as_a_whole(place, tensor)
 
     def are_saved_by(self, node: Node) -> bool:
         """Whether a node has saved rows of a tensor whose samples are known."""
@@ -73,6 +104,10 @@ class Rows:
                 continue  # which rows to take, not rows
             if tensor.dim() != len(shape) and (tensor.is_floating_point() or tensor.dim() > len(shape)):
                 continue
+            if (whole := _as_a_whole(place, tensor)) is not None and whole.dim < tensor.dim():
+                if tuple(tensor.shape[: whole.dim + 1]) == tuple(shape[: whole.dim + 1]):
+                    return Regular(shape, whole.n, whole.dim, whole.block)
+                continue
             own = self._of_view(place, tensor)
             for common in range(own.dim(), 0, -1):
                 if tuple(own.shape[:common]) != tuple(shape[:common]):
@@ -87,6 +122,29 @@ class Rows:
         whole = torch.full((count,), NOBODY, dtype=torch.int32)
         whole.as_strided(place.shape, place.stride, place.offset).copy_(place.owners.owner())
         return whole.as_strided(view.shape, view.stride(), view.storage_offset())
+
+
+def _as_a_whole(place: _Place, view: Tensor) -> Regular | None:
+    """Whose a view is, if it is all of a tensor whose samples lie along a dimension, in the same order."""
+    if not isinstance(place.owners, Regular) or view.storage_offset() != place.offset:
+        return None
+    if tuple(view.shape) == place.shape and view.stride() == place.stride:
+        return place.owners
+    if view.numel() != prod(place.shape) or not view.is_contiguous() or place.stride != _dense(place.shape):
+        return None
+    found = reshaped(place.owners, tuple(view.shape), place.owners.n)
+    return found if isinstance(found, Regular) else None
+
+
+def _sums(tensor: Tensor, owners: Regular) -> Tensor:
+    """(n, 2): for each sample, the sum of its numbers and that of their squares."""
+    values = tensor.detach().double().unflatten(owners.dim, (-1, owners.n, owners.block))
+    values = values.movedim(owners.dim + 1, 0).flatten(1)
+    return torch.stack([values.sum(1), values.square().sum(1)], 1)
+
+
+def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(prod(shape[k + 1 :]) for k in range(len(shape)))
 
 
 def _number(tensor: Tensor) -> int:

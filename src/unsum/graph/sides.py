@@ -31,7 +31,8 @@ class Sides(TorchFunctionMode):
     def __init__(self, model: nn.Module, saved: Saved) -> None:
         super().__init__()
         self._saved = saved
-        self.mixing: list[tuple[str, int]] = []  # what mixes samples without a trace in the graph, and when
+        self.mixing: list[tuple[str, int, int]] = []  # what mixes samples without a trace: what, when, in which call
+        self.call: int | None = None  # the outermost call under way
         self._kinds: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
         self._token = object()
         self.is_blind = False  # whether the last forward was not watched
@@ -82,7 +83,6 @@ class Sides(TorchFunctionMode):
         self._prepare()
         inputs = list(_tensors((args, kwargs)))
         kinds = self._kinds_of(name, inputs)
-        self._note_mixing(func, args, kwargs, kinds)
         # Inside a custom Function's forward torch may hold a lock while it asks for the very grad_fn: do not read it.
         records = torch.is_grad_enabled()
         at = {t.grad_fn: self._kind(t) == "data" for t in inputs if t.grad_fn is not None} if records else {}
@@ -90,6 +90,7 @@ class Sides(TorchFunctionMode):
         with self._saved.over_checkpoint():
             result = func(*args, **kwargs)
         self._note_written(name, inputs, kinds)
+        self._note_mixing(name, args, kwargs, kinds, result)
         for tensor in _tensors(result):
             if isinstance(tensor, nn.Parameter):
                 continue
@@ -131,14 +132,14 @@ class Sides(TorchFunctionMode):
             if target is not None and not isinstance(target, nn.Parameter):
                 self._kinds[target] = "data" if _is_real(target) else "choice"
 
-    def _note_mixing(self, func: Any, args: Any, kwargs: Any, kinds: set[str]) -> None:
-        functional = nn.functional
-        if func is functional.batch_norm and "data" in kinds and _argument(args, kwargs, 5, "training"):
-            self.mixing.append(("batch_norm in training", torch._C._autograd._get_sequence_nr()))
-        if func is functional.embedding and _argument(args, kwargs, 5, "scale_grad_by_freq"):
-            self.mixing.append(("embedding with scale_grad_by_freq", torch._C._autograd._get_sequence_nr()))
-        if func is functional.embedding_bag and _argument(args, kwargs, 6, "scale_grad_by_freq"):
-            self.mixing.append(("embedding_bag with scale_grad_by_freq", torch._C._autograd._get_sequence_nr()))
+    def _note_mixing(self, name: str, args: Any, kwargs: Any, kinds: set[str], result: Any) -> None:
+        """Batch norm in training that leaves no node in the graph. Noted within calls of the model alone: what another
+        model does in the loss's code is not this one's."""
+        if "batch_norm" not in name or self.call is None or "data" not in kinds:
+            return
+        trains = next((given for given in (*args, *kwargs.values()) if isinstance(given, bool)), False)
+        if bool(kwargs.get("training", trains)) and all(t.grad_fn is None for t in _tensors(result)):
+            self.mixing.append(("batch_norm in training", torch._C._autograd._get_sequence_nr(), self.call))
 
 
 def _result_kind(kinds: set[str], is_real: bool) -> str:
@@ -147,10 +148,6 @@ def _result_kind(kinds: set[str], is_real: bool) -> str:
     if is_real or not kinds & {"data", "choice", "ids"}:
         return "weight" if kinds == {"weight"} else "made"
     return "choice" if kinds & {"data", "choice"} else "ids"
-
-
-def _argument(args: Any, kwargs: Any, place: int, name: str) -> bool:
-    return bool(args[place] if len(args) > place else kwargs.get(name, False))
 
 
 def _is_real(tensor: Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from unsum import samples as sample_maps
 from unsum.errors import SamplesError
 from unsum.graph.layout import Layout
 from unsum.graph.nodes import Edge, Node, is_leaf
-from unsum.graph.probe import confirm, refuse_mixing
+from unsum.graph.probe import refuse_mixing
 from unsum.graph.rows import Rows
 from unsum.graph.sides import Sides
 from unsum.inplace import Token, token
@@ -47,6 +47,14 @@ class Look:
     positions: int | None
 
 
+@dataclass(frozen=True)
+class Made:
+    """An outermost call that was made."""
+
+    n: int | None  # how many samples it was given, if any
+    positions: int | None  # how many tokens each of them has, if it was given tokens
+
+
 class Forward:
     """Follows the calls of a model's modules."""
 
@@ -54,11 +62,12 @@ class Forward:
         self._model, self._samples, self._sides, self._verify = names.model, samples, sides, verify
         self._modules, self._parameters = list(names.modules.values()), list(names.parameters.values())
         self.rows = Rows()
-        self.positions: int | None = None  # of the input of the last call, if it is tokens
-        self.calls = 0  # outermost ones
-        self.sizes: dict[int, None] = {}  # the numbers of samples that they were given
+        self.made: dict[int, Made] = {}  # outermost calls, by their numbers
+        self._waiting: dict[int, None] = {}  # those that had no backward yet
+        self._call = 0  # the one under way, or the last
         self.trying = False  # the model is being run for our own sake
         self._known: dict[tuple[str, int, int], Known] = {}
+        self._inner: dict[tuple[str, int, int], Known] = {}  # outputs of inner modules, while calls are watched
         self._alive = 64
         self._starts: list[tuple[str, int]] = []
         self._spans: list[tuple[int, int, str]] = []  # which nodes each module call has made: from, to, name
@@ -73,6 +82,7 @@ class Forward:
         self.passes = False  # whether calls inside this one need not be told
         self.watched = True  # whether all forwards since the last backward were
         self._n: int | None = None
+        self._inputs: list[tuple[Tensor, Layout]] = []  # of the call under way, if it is watched
         self.is_marked = False  # whether the user has said whose the tensors are that were found last
 
     def before(self, name: str, module: nn.Module, args: Any, kwargs: Any, *, anew: bool = False) -> None:
@@ -92,9 +102,11 @@ class Forward:
         k = self._samples.k if isinstance(self._samples, sample_maps.Dim) else 0
         self._n = _number(given, k)
         self._shapes = ", ".join(str(tuple(t.shape)) for t in given)
-        self.positions = next((_positions(t) for t in given if t.dim() > 1), None) if k == 0 else None
+        self._call = self._sides.call = next(self._numbers)
         if not self._is_data(given):
             self._n = None  # positions, say: what comes of them belongs to nobody
+        positions = next((_positions(t) for t in given if t.dim() > 1), None) if k == 0 else None
+        self._note(Made(self._count(), positions))
 
     def look(self, name: str, args: Any, kwargs: Any) -> Look:
         """What an outermost call is like, if samples lie along a dimension of what it is given."""
@@ -116,15 +128,33 @@ class Forward:
 
     def passed(self, outputs: Sequence[Tensor], n: int, positions: int | None) -> int:
         """A call that was not followed has returned these tensors, which have n samples each. Returns its number."""
-        call = next(self._numbers)
-        self.calls += 1
-        self.sizes[n] = None
-        self.positions = positions
+        self._call = next(self._numbers)
+        self._note(Made(n, positions))
         for tensor in outputs:
             owners = self._samples.owners(tuple(tensor.shape), n)
             if owners is not None:
-                self.know(tensor, owners, call)
-        return call
+                self.know(tensor, owners, self._call)
+        return self._call
+
+    def _note(self, made: Made) -> None:
+        self.made[self._call] = made
+        self._waiting[self._call] = None
+        while len(self._waiting) > 1000:  # calls without a backward, in a long block
+            self._waiting.pop(next(iter(self._waiting)))
+
+    def pending(self) -> frozenset[int]:
+        """The calls whose backward may come: those since the last one, or else the last call."""
+        return frozenset(self._waiting or ([self._call] if self.made else []))
+
+    def number_of_samples(self, calls: Collection[int]) -> int | None:
+        """How many samples these calls were given, if all were given as many."""
+        found = {made.n for call in calls if (made := self.made.get(call)) is not None and made.n is not None}
+        return found.pop() if len(found) == 1 else None
+
+    def positions(self, calls: Collection[int]) -> int | None:
+        """How many tokens each sample of these calls has, if that is known."""
+        found = {made.positions for call in calls if (made := self.made.get(call)) is not None}
+        return found.pop() if len(found) == 1 else None
 
     @property
     def is_inside(self) -> bool:
@@ -140,6 +170,8 @@ class Forward:
             is_data = self._sides.is_given_data([tensor]) if self._seen is None else self._seen.is_data
             if layout is not None and is_data:
                 self.rows.remember(tensor, layout)
+                if self._seen is None:
+                    self._inputs.append((tensor, layout))
         return self._seen.is_data if self._seen is not None else not given or self._sides.is_given_data(given)
 
     def _is_flattened(self, tensor: Tensor) -> bool:
@@ -156,6 +188,7 @@ class Forward:
         self._watch(False)
         self.passes = False
         self._known.clear()
+        self._inner.clear()
         self._spans.clear()
         self._starts.clear()
         self.rows.forget()
@@ -185,13 +218,17 @@ class Forward:
         name, start = self._starts.pop()
         self._spans.append((start, torch._C._autograd._get_sequence_nr(), name))
         if self._starts:
+            if self._seen is None and output is not None:
+                self._know_inner(output)
             return
-        self.calls += 1
-        call = next(self._numbers)
-        if (n := self._count()) is not None:
-            self.sizes[n] = None
+        self._sides.call = None
+        call = self._call
         self._try(output)
         tensors = [tensor for _, tensor in leaves(output)]
+        if self._seen is None and any(list(tensor.shape).count(self._n) > 1 for tensor in tensors):
+            for tensor, owners in self._inputs:  # sizes coincide: to know copies of the inputs again
+                self.rows.take_prints(tensor, owners)
+        self._inputs = []
         outputs = tuple(self._has_samples(k, tensor) for k, tensor in enumerate(tensors))
         for tensor, has_samples in zip(tensors, outputs, strict=True):
             owners = self._samples.owners(tuple(tensor.shape), self._n) if has_samples else None
@@ -199,6 +236,17 @@ class Forward:
                 self.know(tensor, owners, call)
         self.watched = self.watched and self._seen is None
         self._since[self._key, self._given] = self._seen or Seen(self._n is not None, outputs)
+
+    def _know_inner(self, output: Any) -> None:
+        """An inner module has returned: what has the samples' dimension may be used where nothing else is known."""
+        for _, tensor in leaves(output):
+            owners = self._samples.owners(tuple(tensor.shape), self._n)
+            if owners is not None and tensor.grad_fn is not None and not self._sides.is_weight(tensor.grad_fn):
+                node = tensor.grad_fn
+                key = node.name(), node._sequence_nr(), tensor.output_nr
+                self._inner[key] = Known(weakref.ref(token(node)), owners, self._call)
+        if len(self._inner) > 10_000:
+            self._inner.clear()
 
     def _has_samples(self, place: int, tensor: Tensor) -> bool:
         if tensor.grad_fn is None:
@@ -212,17 +260,13 @@ class Forward:
         return self._n if ids is None else len(ids)
 
     def _try(self, output: Any) -> None:
-        """Run the model again where sizes coincide, or where the user asks for it."""
+        """Run the model again where the user asks for it."""
         outer, self._outer, n = self._outer, None, self._count()
-        if outer is None or n is None or output is None:
+        if outer is None or n is None or output is None or not self._verify:
             return
-        sizes = [list(tensor.shape).count(n) for _, tensor in leaves(output) if tensor.grad_fn is not None]
         self.trying = True
         try:
-            if self._verify:
-                refuse_mixing(self._model, *outer, self._samples.owners, n)
-            elif self._seen is None and isinstance(self._samples, sample_maps.Dim) and max(sizes, default=0) > 1:
-                confirm(self._model, *outer, n=n, k=self._samples.k)
+            refuse_mixing(self._model, *outer, self._samples.owners, n)
         finally:
             self.trying = False
 
@@ -250,23 +294,30 @@ class Forward:
 
     def find(self, nodes: Sequence[Node]) -> tuple[dict[Edge, Layout], frozenset[int]]:
         """Those of these nodes whose samples are known, and the calls that made them."""
-        alive = [key for key, known in self._known.items() if known.token() is not None]
-        numbers = {number for _, number, _ in alive}
-        found: dict[Edge, Known] = {}
-        for node in nodes:
-            if node._sequence_nr() not in numbers or is_leaf(node):
-                continue
-            for output in range(len(node._input_metadata)):
-                entry = self._known.get((node.name(), node._sequence_nr(), output))
-                if entry is not None and token(node) is entry.token():
-                    found[node, output] = entry
-            if len(found) == len(alive):  # as a rule near the roots: the model's output
-                break
+        found = _alive(self._known, nodes)
         self.is_marked = any(entry.marked for entry in found.values())
         if self.is_marked:
             found = {edge: entry for edge, entry in found.items() if entry.marked}
         calls = frozenset(entry.call for entry in found.values())
         return {edge: entry.owners for edge, entry in found.items()}, calls
+
+    def seeds(self, nodes: Sequence[Node]) -> dict[Edge, Layout]:
+        """Places in a graph whose samples the rows of inputs tell; if there are none, outputs of inner modules."""
+        found: dict[Edge, Layout] = {}
+        for node in nodes:
+            if is_leaf(node):
+                if (owners := self.rows.of(node.variable)) is not None:
+                    found[node, 0] = owners
+            elif len(node._input_metadata) == 1:
+                owners = self.rows.owners(node, tuple(node._input_metadata[0].shape))
+                if owners is not None:
+                    found[node, 0] = owners
+        return found or {edge: entry.owners for edge, entry in _alive(self._inner, nodes).items()}
+
+    def had_backward(self, calls: Collection[int]) -> None:
+        """A backward of these calls begins."""
+        for call in calls:
+            self._waiting.pop(call, None)
 
     def mismatch(self) -> str:
         """A line that says that `samples=` does not fit what the model was given; empty if it may."""
@@ -275,10 +326,6 @@ class Forward:
         said = tuple(self._samples.given.shape)
         return f"  samples= names positions of shape {said}; the model was last given {self._shapes}\n"
 
-    def last_call(self) -> frozenset[int]:
-        """The last call, for a loss that comes from no output that could be cut."""
-        return frozenset([self.calls - 1])
-
     def module_of(self, number: int) -> str:
         """The innermost module during whose call the node with this number was made."""
         ends = [end for _, end, _ in self._spans]  # calls end in order, inner ones first
@@ -286,6 +333,23 @@ class Forward:
             if start <= number < end:
                 return name
         return ""
+
+
+def _alive(entries: Mapping[tuple[str, int, int], Known], nodes: Sequence[Node]) -> dict[Edge, Known]:
+    """Those of these nodes that are remembered by name and number, and are still the same."""
+    alive = [key for key, known in entries.items() if known.token() is not None]
+    numbers = {number for _, number, _ in alive}
+    found: dict[Edge, Known] = {}
+    for node in nodes:
+        if node._sequence_nr() not in numbers or is_leaf(node):
+            continue
+        for output in range(len(node._input_metadata)):
+            entry = entries.get((node.name(), node._sequence_nr(), output))
+            if entry is not None and token(node) is entry.token():
+                found[node, output] = entry
+        if len(found) == len(alive):  # as a rule near the roots: the model's output
+            break
+    return found
 
 
 def _number(given: Sequence[Tensor], k: int) -> int | None:

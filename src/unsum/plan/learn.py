@@ -25,6 +25,7 @@ from unsum.plan.routes import routes, rule_routes
 from unsum.plan.structure import Judged
 from unsum.plan.teams import teams
 from unsum.travel import Journey
+from unsum.travel.climb import climb
 from unsum.travel.values import Claims, drawn
 from unsum.travel.walk import Walked, walk
 
@@ -37,6 +38,8 @@ class Setting:
 
     sides: Sides
     rows: Rows
+    seeds: Callable[[Sequence[Node]], Mapping[Edge, Layout]]  # places in a graph whose samples are known otherwise
+    mismatch: Callable[[], str]  # why `samples=` may not fit what the model was given
     wanted: Mapping[int, nn.Parameter]  # by id
     names: Mapping[int, str]
     module_of: Callable[[int], str]  # by the number of a node
@@ -64,23 +67,27 @@ def learn(
     known: Mapping[Edge, Layout],
     setting: Setting,
     n: int,
+    calls: Collection[int],
     *,
     marked: bool,
 ) -> tuple[Plan, Judged | None]:
     """Find the cut, walk from there by the table, compare it with values, and say where to wait; and what may be
     remembered of it, if anything. Refuses by raising, before anything of the user's has run."""
-    cut, known = _cut(roots, known, setting)
     if n == 0:
-        return _plan(cut, Walked(), n, nodes, setting, None), None
-    if setting.sides.mixing and not setting.exact:
-        operation, number = setting.sides.mixing[0]
-        raise interaction(operation, setting.module_of(number))
+        return _plan(find_cut(roots, known, setting.is_data), Walked(), n, nodes, setting, None), None
+    for operation, number, call in setting.sides.mixing:
+        if call in calls and not setting.exact:
+            raise interaction(operation, setting.module_of(number))
+    cut, known = _cut(roots, nodes, known, n, setting, marked=marked)
     cut, walked, audit = _judged(cut, n, setting, marked=marked)
     if setting.exact or not walked.mixing:
         place = {node: k for k, node in enumerate(nodes)}
         plan = _plan(cut, walked, n, nodes, setting, audit)
         is_lasting = not walked.hidden and (audit is None or audit.is_complete)
-        return plan, _remembered(walked, place, setting) if is_lasting else None
+        if not is_lasting:
+            return plan, None
+        rows = [] if marked else _with_rows(walked, setting.rows)
+        return plan, _remembered(walked, place, setting, {place[node] for node, _, _ in rows} & plan.owned.keys())
     _refuse_named(walked, setting)
     return _by_values(roots, grads, nodes, cut, known, n, setting, marked=marked), None
 
@@ -144,16 +151,21 @@ def _agreeing(cut: Cut, n: int, setting: Setting) -> Cut:
         for layout, others in zip(cut.starts.values(), choices, strict=True)
     ]
     tried = list(itertools.islice(itertools.product(*likely), 32))
-    if n < 2 or len(tried) == 1 and not setting.rows:
+    if n < 2 or (len(tried) == 1 and not setting.rows):
         return cut
-    first: bool | None = None
+    apart: Cut | None = None  # the first that keeps samples apart
+    contradicts = False
     for k, layouts in enumerate(tried):
         starts = dict(zip(edges, layouts, strict=True))
         walked = _walk(cut, starts, n, setting)
-        agrees = None if walked.mixing and k else _agrees(walked, setting.rows)
-        first = agrees if k == 0 else first
-        if agrees or first is None:
+        agrees = _agrees(walked, setting.rows)
+        if agrees:
             return replace(cut, starts=starts)
+        if agrees is None and apart is None and not walked.mixing:
+            apart = replace(cut, starts=starts)
+        contradicts = contradicts or (agrees is False and not k)
+    if apart is not None or not contradicts:
+        return apart or cut
     raise SamplesError(
         "the samples of the loss are not those of the input's rows: some dimension that is no sample has the same "
         "size.\n  unsum.mark_samples(losses) says whose each loss is"
@@ -162,15 +174,27 @@ def _agreeing(cut: Cut, n: int, setting: Setting) -> Cut:
 
 def _agrees(walked: Walked, rows: Rows) -> bool | None:
     """Whether nodes that have saved rows of an input have the owners that these rows say; None if none has."""
-    found: bool | None = None
+    found = [same(owner, said) for _, owner, said in _with_rows(walked, rows)]
+    if found:
+        return all(found)
+    copies = [
+        rows.resembles(node, owners[0])
+        for node, owners in walked.owners.items()
+        if owners is not None and len(owners) == 1 and owners[0] is not None
+    ]
+    told = [each for each in copies if each is not None]
+    return all(told) if told else None
+
+
+def _with_rows(walked: Walked, rows: Rows) -> list[tuple[Node, Layout, Layout]]:
+    """The nodes that have saved rows of an input: whose they are, and what the rows say."""
+    found = []
     for node, owners in walked.owners.items():
         if owners is None or len(owners) != 1 or owners[0] is None or not any(is_leaf(c) for _, c, _ in below(node)):
             continue
         said = rows.owners(node, owners[0].shape)
         if said is not None:
-            if not same(owners[0], said):
-                return False
-            found = True
+            found.append((node, owners[0], said))
     return found
 
 
@@ -178,7 +202,8 @@ def _refuse_named(walked: Walked, setting: Setting) -> None:
     """What mixes samples whatever the numbers are."""
     for node, above in walked.mixing.items():
         if node is above:
-            what = "batch_norm in training" if "BatchNorm" in node.name() else "embedding with scale_grad_by_freq"
+            bag = "embedding_bag" if node.name().startswith("EmbeddingBag") else "embedding"
+            what = "batch_norm in training" if "BatchNorm" in node.name() else f"{bag} with scale_grad_by_freq"
             raise interaction(what, setting.module_of(node._sequence_nr()))
 
 
@@ -213,26 +238,38 @@ def _by_values(
     return _plan(cut, swept, n, nodes, setting, audit)
 
 
-def _cut(roots: Sequence[Any], known: Mapping[Edge, Layout], setting: Setting) -> tuple[Cut, Mapping[Edge, Layout]]:
-    """The cut; further down in the loss's code where a parameter is met there and rows tell whose its data is."""
-    while True:
+def _cut(
+    roots: Sequence[Any], nodes: Sequence[Node], known: Mapping[Edge, Layout], n: int, setting: Setting, *, marked: bool
+) -> tuple[Cut, Mapping[Edge, Layout]]:
+    """The cut, at the outputs of the model or at what the user has marked. Where these do not lie on the loss's way, or
+    a parameter meets data beyond them: as far up as the samples can be followed, from them and from the rows of inputs."""
+    cut = find_cut(roots, known, setting.is_data)
+    met = parameters_met_outside(cut, setting.names, setting.is_weight)
+    if cut.starts and not met:
+        return cut, known
+    if not marked:
+        told = climb(nodes, setting.seeds(nodes), n)
+        known = climb(nodes, {**known, **told}, n)
         cut = find_cut(roots, known, setting.is_data)
         met = parameters_met_outside(cut, setting.names, setting.is_weight)
-        if not met:
-            return cut, known
-        told: dict[Edge, Layout] = {}
-        for node, _ in met:
-            if len(node._input_metadata) == 1:
-                owners = setting.rows.owners(node, tuple(node._input_metadata[0].shape))
-                if owners is not None:
-                    told[node, 0] = owners
-        if not told:
-            node, name = met[0]
-            raise SamplesError(
-                f"{name} meets data at {node.name()}, outside the model's outputs, where the samples are unknown.\n"
-                "  unsum.mark_samples(losses) says whose each loss is"
-            )
-        known = {**known, **told}
+    if not cut.starts:
+        raise unknown_samples(setting.mismatch())
+    if met:
+        node, name = met[0]
+        raise SamplesError(
+            f"{name} meets data at {node.name()}, where the samples are unknown: their gradients are summed there "
+            "already, or they cannot be followed so far.\n  unsum.mark_samples(losses) says whose each loss is; or leave "
+            f"{name} out: params="
+        )
+    return cut, known
+
+
+def unknown_samples(mismatch: str = "") -> SamplesError:
+    """The error for a loss whose samples nobody knows."""
+    return SamplesError(
+        "cannot tell whose gradient this is: no tensor with known samples lies between loss and model.\n"
+        f"{mismatch}  call the model inside the block, say samples=unsum.dim(k), or unsum.mark_samples(losses)"
+    )
 
 
 def _sweep(
@@ -276,8 +313,9 @@ def _compare_rows(node: Node, owners: Owners, rows: Rows) -> None:
         )
 
 
-def _remembered(walked: Walked, place: Mapping[Node, int], setting: Setting) -> Judged:
+def _remembered(walked: Walked, place: Mapping[Node, int], setting: Setting, rows: Collection[int]) -> Judged:
     return Judged(
+        rows=frozenset(rows),
         weights=frozenset(place[node] for node in walked.owners if not setting.may_be_data(node)),
         silent=frozenset(place[node] for node in walked.asked),
         moved={(place[node], edge): form for (node, edge), form in walked.moved.items()},

@@ -10,9 +10,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from unsum.graph.layout import Layout, Mapped, Regular
+from unsum.graph.layout import Layout, Mapped, Regular, same
 from unsum.graph.nodes import Edge, Node
 from unsum.graph.owners import Owners
+from unsum.graph.rows import Rows
 from unsum.holding import Size, size_of
 from unsum.kernels import costs
 from unsum.plan.audit import shape_of
@@ -31,6 +32,7 @@ class Judged:
     weights: frozenset[int]  # that do not depend on data
     nobodys: frozenset[int]  # that have no owners
     silent: frozenset[int]  # at which values decide, in every batch
+    rows: frozenset[int]  # that have saved rows of an input, which say whose they are as well
     moved: dict[tuple[int, int], str]  # edges at which indices decide, and which layout they led to
     skips: dict[frozenset[str], frozenset[str]] = field(default_factory=dict)  # which gradients torch need not compute
 
@@ -68,6 +70,7 @@ def derived(
     starts: Mapping[Edge, Layout],
     n: int,
     names: Mapping[int, str],
+    rows: Rows,
     same_sizes: Plan | None,
 ) -> Plan | None:
     """The plan for a graph of this structure; None if it does not follow, and the graph must be judged itself. Where a
@@ -84,6 +87,10 @@ def derived(
         if owners is None:
             return None
         owned[place] = owners
+    for place in judged.rows:
+        said = rows.owners(nodes[place], tuple(nodes[place]._input_metadata[0].shape))
+        if said is not None and (layout := owned[place][0]) is not None and not same(layout, said):
+            return None
     routes: dict[int, tuple[Route, ...]] = {}
     for place, there in plan.routes.items():
         found = [_fitted(route, nodes[place], owned[place][0], n) for route in there]

@@ -116,7 +116,7 @@ def _sent(at: At, indices: Indices) -> Layout | Answer:
         view = [-1 if d == layout.dim else 1 for d in range(first, last)]
         owner = layout.along(device).int().view(view).expand(shape)
     else:
-        owner = layout.map.to(device).view(*layout.map.shape, *(1 for _ in shape[layout.map.dim() :])).expand(shape)
+        owner = layout.map.to(device).view((*layout.map.shape, *(1 for _ in shape[layout.map.dim() :]))).expand(shape)
     sizes = at.arg[first : first + count]
     places = [each.long().expand(shape) for each in indices if each is not None]
     flat = torch.zeros((), dtype=torch.long, device=device)
@@ -156,7 +156,7 @@ def _moved(at: At, rows: Tensor, dim: int, held: Tensor | None = None, *, own: b
         return SILENT
     is_whole = own and (isinstance(at.layout, Regular) or at.layout.is_whole)
     if dim:
-        rows = rows.view(*(1 for _ in range(dim)), -1).expand(at.arg[: dim + 1])
+        rows = rows.view((*(1 for _ in range(dim)), -1)).expand(at.arg[: dim + 1])
     return _settled(at, Mapped(rows.int(), at.arg[dim + 1 :], is_whole=is_whole, held=held))
 
 
