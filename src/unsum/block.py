@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -38,11 +39,13 @@ from unsum.plan.run import Run
 from unsum.plan.signature import Sizes, Survey, survey
 from unsum.plan.structure import derived, starts_of
 from unsum.reducers import Norms
-from unsum.reducing import Reducer
+from unsum.reducing import Reducer, Reduction, takes_as
 from unsum.sites import Names, unwrapped
 from unsum.weighted import WeightedSum
 
 log = logging.getLogger("unsum")
+
+_shown_by: weakref.WeakKeyDictionary[Reduction, weakref.ref[Gradients]] = weakref.WeakKeyDictionary()  # the last results
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,12 @@ class GradientsBlock:
         self._found = Gradients(self._names, chosen, options.samples, options.reducers, keep=options.keep)
         self.acted = self._found.acted
         for reducer in options.reducers:
+            if isinstance(reducer, Reduction) and (before := _shown_by.get(reducer, lambda: None)()) is not None:
+                before.keep_reducer(reducer)  # what an earlier block has shown, it goes on to show
             if hasattr(reducer, "reset"):
                 reducer.reset()
+            if isinstance(reducer, Reduction):
+                _shown_by[reducer] = weakref.ref(self._found)
         self._saved = Saved()
         self._sides = Sides(self._model, self._saved)
         self._forward = Forward(self._names, options.samples, self._sides, verify=options.verify)
@@ -314,9 +321,9 @@ class GradientsBlock:
         if not self._options.grad:
             skipped = plan.spare
         else:
-            takes = [isinstance(r, Norms) or (isinstance(r, WeightedSum) and r.clips) for r in self._options.reducers]
+            takes = [takes_as(r, Norms) or (takes_as(r, WeightedSum) and r.clips) for r in self._options.reducers]
             skipped = plan.cheap if any(takes) else frozenset()
-            if len(takes) == 1 and isinstance(self._options.reducers[0], Norms) and not self._options.keep:
+            if len(takes) == 1 and takes_as(self._options.reducers[0], Norms) and not self._options.keep:
                 left = left_to_torch(plan, nodes, self._setting.wanted, self._found.by_id)
                 skipped = skipped - left if left else skipped
         if not skipped or listens_to_all():

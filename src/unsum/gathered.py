@@ -52,6 +52,7 @@ class Gradients:
         self._names, self._samples = names, samples
         self.acted = Acted("split")
         self._reducers, self._keep = reducers, keep
+        self._kept: dict[int, Reducer] = {}  # by the id of a reducer: what it held before another block used it
         self.parameters, self._unique = chosen.parameters, chosen.unique
         self.by_id = chosen.by_id  # the first name of each
         self.forwards = self.backwards = 0
@@ -139,8 +140,16 @@ class Gradients:
             raise KeyError(f"{name}: no such parameter; there are: {', '.join(list(self.parameters)[:8])}, ...")
         return self._factors(name, parameter)
 
+    def keep_reducer(self, reducer: Any) -> None:
+        """A reducer is used again, in another block: what it has shown here is kept."""
+        self._kept[id(reducer)] = reducer.kept()
+
     def _reducer(self, wanted: Any) -> Reducer:
-        found = [r for r in self._reducers if r is wanted or (isinstance(wanted, type) and isinstance(r, wanted))]
+        found = [
+            self._kept.get(id(r), r)
+            for r in self._reducers
+            if r is wanted or (isinstance(wanted, type) and isinstance(r, wanted))
+        ]
         if len(found) != 1:
             kinds = ", ".join(type(r).__name__ for r in self._reducers) or "none"
             raise KeyError(

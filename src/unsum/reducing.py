@@ -7,6 +7,7 @@ over; `left` names the parameters that nothing reached.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -42,6 +43,12 @@ class Reduction:
         self._now = 0  # which group the backward under way belongs to
         self._positions: int | None = None
         self.left_out: list[str] = []
+
+    def kept(self) -> Any:
+        """Another of the same kind that holds what this one holds now, for results that outlive it."""
+        other = copy.copy(self)
+        vars(other).update(self.save())
+        return other
 
     def save(self) -> dict[str, Any]:
         """What is held now, for `restore` if the backward that begins fails."""
@@ -99,6 +106,12 @@ def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copied(held) for key, held in value.items()}
     return list(value) if isinstance(value, list) else value
+
+
+def takes_as(reducer: Any, kind: type) -> bool:
+    """Whether a reducer takes factors as this kind does: of a subclass that takes otherwise, `take` must be called."""
+    own = ("take", "put", "receive", "read")
+    return isinstance(reducer, kind) and all(getattr(type(reducer), m, None) is getattr(kind, m, None) for m in own)
 
 
 class Reading(Reduction, ABC):

@@ -168,7 +168,7 @@ def reshaped(layout: Layout, shape: tuple[int, ...], n: int) -> Layout:
         whole = Regular(layout.shape[:lead], n, layout.dim, layout.block)
         layout = Mapped(whole.owner().int(), behind, is_whole=True)
     inner, k = prod(layout.behind), len(shape)
-    while k and inner % prod(shape[k - 1 :]) == 0:
+    while k > 1 and inner % prod(shape[k - 1 :]) == 0:
         k -= 1
     rows = layout.map.flatten()
     times = inner // max(prod(shape[k:]), 1)

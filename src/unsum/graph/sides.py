@@ -21,6 +21,10 @@ from unsum.graph.nodes import Node, below, is_leaf, ordered
 from unsum.graph.saved import Saved, saved_by
 from unsum.nested import leaves
 
+# Data may leave torch within a call and come back: as lists, arrays or single numbers.
+_LEAVE = {"tolist", "numpy", "__array__", "item", "__float__", "__dlpack__", "__iter__"}
+_RETURN = {"tensor", "as_tensor", "asarray", "new_tensor", "from_numpy", "frombuffer", "from_dlpack"}
+_CONVERT = {"long", "int", "short", "to", "type", "char", "byte", "floor", "round", "trunc", "ceil", "bool"}
 _LIKE_THE_FIRST = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 _PASSED_OVER = {"__set__", "backward", "register_hook", "size", "dim", "stride", "numel", "is_floating_point"}
 
@@ -37,6 +41,9 @@ class Sides(TorchFunctionMode):
         self._token = object()
         self.is_blind = False  # whether the last forward was not watched
         self._model: nn.Module | None = model
+        self._parameters: set[int] = set()
+        self._has_left = False  # whether data has left torch in the call under way
+        self.rows: Rows | None = None  # of inputs, to be followed into copies
 
     def _prepare(self) -> None:
         """What hangs on modules is a weight. Looked up when the first call is seen: most blocks watch none."""
@@ -44,6 +51,7 @@ class Sides(TorchFunctionMode):
             for module in self._model.modules():
                 for tensor in _tensors(dict(vars(module))):
                     self._kinds.setdefault(tensor, "weight")
+            self._parameters = set(map(id, self._model.parameters()))
             self._model = None
 
     def is_data(self, node: Node) -> bool:
@@ -62,6 +70,10 @@ class Sides(TorchFunctionMode):
         # Noted in the node: to hold the nodes would hold the graph.
         node.metadata.setdefault(f"unsum.{side}", set()).add(self._token)
 
+    def begin(self, call: int) -> None:
+        """An outermost call begins."""
+        self.call, self._has_left = call, False
+
     def given(self, tensor: Tensor, *, has_samples: bool) -> None:
         """A tensor is handed to the model. Positions (`arange(T)`) are no data, even if T is the number of samples."""
         self._prepare()
@@ -73,7 +85,17 @@ class Sides(TorchFunctionMode):
         return any(self._kind(tensor) in ("data", "ids") for tensor in tensors)
 
     def _kind(self, tensor: Tensor) -> str:
-        return self._kinds.get(tensor) or ("data" if _is_real(tensor) else "ids")
+        known = self._kinds.get(tensor)
+        if known is None:
+            known = "data" if _is_real(tensor) else "ids"
+            if tensor.grad_fn is not None and self._is_of_parameters(tensor.grad_fn):
+                known = "weight"  # computed before this block, and not handed to the model: cached, say
+            self._kinds[tensor] = known
+        return known
+
+    def _is_of_parameters(self, top: Node) -> bool:
+        leaves = [node for node in ordered([top]) if is_leaf(node)]
+        return bool(leaves) and all(id(leaf.variable) in self._parameters for leaf in leaves)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -89,12 +111,14 @@ class Sides(TorchFunctionMode):
         memory = {_memory(t) for t in inputs if self._kind(t) in ("data", "ids")} - {None}
         with self._saved.over_checkpoint():
             result = func(*args, **kwargs)
+        if name in _LEAVE and self.call is not None and kinds & {"data", "ids"}:
+            self._has_left = True
         self._note_written(name, inputs, kinds)
         self._note_mixing(name, args, kwargs, kinds, result)
         for tensor in _tensors(result):
             if isinstance(tensor, nn.Parameter):
                 continue
-            kind = "positions" if name == "arange" and not _is_real(tensor) else _result_kind(kinds, _is_real(tensor))
+            kind = self._result_kind(name, kinds, tensor)
             self._kinds[tensor] = kind
             if not records or tensor.grad_fn is None or tensor.grad_fn in at:
                 continue
@@ -106,9 +130,25 @@ class Sides(TorchFunctionMode):
                         self._note(node, "weight")
         return result
 
+    def _result_kind(self, name: str, kinds: set[str], tensor: Tensor) -> str:
+        is_real = _is_real(tensor)
+        if name == "arange" and not is_real:
+            return "positions"
+        if name in _RETURN and not kinds - {"made"} and self._has_left and tensor.numel() > 1:
+            return "data" if is_real else "ids"
+        if is_real and kinds & {"data", "ids"}:
+            return "data"
+        if is_real and "choice" in kinds and name in _CONVERT:
+            return "data"  # a mask, as numbers
+        if is_real or not kinds & {"data", "choice", "ids"}:
+            return "weight" if kinds == {"weight"} else "made"
+        if "data" in kinds and name in _CONVERT and tensor.dtype != torch.bool:
+            return "ids"
+        return "choice" if kinds & {"data", "choice"} else "ids"
+
     def _kinds_of(self, name: str, inputs: list[Tensor]) -> set[str]:
         if name.endswith("_like") or name.startswith("new_"):
-            return set()
+            return set()  # `new_tensor` too: what it is given is a list, or a copy of what left
         return {self._kind(t) for t in (inputs[:1] if name in _LIKE_THE_FIRST else inputs)}
 
     def _note_data(self, top: Node, at: dict[Node, bool], memory: set[int | None]) -> None:
@@ -126,7 +166,7 @@ class Sides(TorchFunctionMode):
     def _note_written(self, name: str, inputs: list[Tensor], kinds: set[str]) -> None:
         """What is written into becomes data, if data is written: `buffer[:] = x`, `buffer.copy_(x)`."""
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        if not writes or not inputs or not kinds & {"data", "ids"}:
+        if not writes or not inputs or not (kinds & {"data", "ids"} or (self._has_left and kinds == {"made"})):
             return
         for target in (inputs[0], inputs[0]._base):
             if target is not None and not isinstance(target, nn.Parameter):
@@ -140,14 +180,6 @@ class Sides(TorchFunctionMode):
         trains = next((given for given in (*args, *kwargs.values()) if isinstance(given, bool)), False)
         if bool(kwargs.get("training", trains)) and all(t.grad_fn is None for t in _tensors(result)):
             self.mixing.append(("batch_norm in training", torch._C._autograd._get_sequence_nr(), self.call))
-
-
-def _result_kind(kinds: set[str], is_real: bool) -> str:
-    if is_real and kinds & {"data", "ids"}:
-        return "data"
-    if is_real or not kinds & {"data", "choice", "ids"}:
-        return "weight" if kinds == {"weight"} else "made"
-    return "choice" if kinds & {"data", "choice"} else "ids"
 
 
 def _is_real(tensor: Tensor) -> bool:

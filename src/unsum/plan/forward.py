@@ -102,10 +102,12 @@ class Forward:
         k = self._samples.k if isinstance(self._samples, sample_maps.Dim) else 0
         self._n = _number(given, k)
         self._shapes = ", ".join(str(tuple(t.shape)) for t in given)
-        self._call = self._sides.call = next(self._numbers)
+        self._call = next(self._numbers)
+        self._sides.begin(self._call)
         if not self._is_data(given):
             self._n = None  # positions, say: what comes of them belongs to nobody
-        positions = next((_positions(t) for t in given if t.dim() > 1), None) if k == 0 else None
+        is_first = isinstance(self._samples, sample_maps.Dim) and k == 0
+        positions = next((_positions(t) for t in given if t.dim() > 1), None) if is_first else None
         self._note(Made(self._count(), positions))
 
     def look(self, name: str, args: Any, kwargs: Any) -> Look:

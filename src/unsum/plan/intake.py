@@ -21,7 +21,7 @@ from unsum.plan.pool import Pool
 from unsum.plan.together import Together
 from unsum.plan.unchanged import Held, refuse_changed, versions
 from unsum.reducers import Norms
-from unsum.reducing import Reducer
+from unsum.reducing import Reducer, takes_as
 from unsum.weighted import WeightedSum
 
 _hooks, _later_hooks = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
@@ -58,7 +58,8 @@ class Intake:
         self._pooled = pooled
         self._pool: Pool | None = None
         norms = reducers[0] if len(reducers) == 1 and pooled and not (keep or check) else None
-        if isinstance(norms, Norms | WeightedSum):
+        if takes_as(norms, Norms) or takes_as(norms, WeightedSum):
+            assert isinstance(norms, Norms | WeightedSum)
             self._pool = Pool(lambda names, sq: norms.put(names, self._scaled(sq)), deliver)
         self._summing = [r for r in reducers if isinstance(r, WeightedSum)]
         self._alone = self._find_alone()

@@ -31,6 +31,8 @@ from unsum.travel.walk import Walked, walk
 
 log = logging.getLogger("unsum")
 
+_LOOKS = ("TBackward0", "TransposeBackward0", "ToCopyBackward0", "ViewBackward0", "PermuteBackward0")
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -56,8 +58,17 @@ class Setting:
         return self.sides.is_weight(node) or (self.sides.is_blind and not self.rows.are_saved_by(node))
 
     def may_be_data(self, node: Node) -> bool:
-        """Whether it was not seen that this node does not depend on data."""
-        return self.sides.may_be_data(node)
+        """Whether it was not seen that this node does not depend on data. Of a forward that was not watched, nothing was
+        seen: what is no weight by its looks is data then."""
+        return self.is_data(node) or (self.sides.is_blind and not self._leads_to_parameters(node))
+
+    def _leads_to_parameters(self, node: Node) -> bool:
+        """Whether this is a parameter, turned, cast or viewed."""
+        while not is_leaf(node):
+            if len(nexts := below(node)) != 1 or node.name() not in _LOOKS:
+                return False
+            node = nexts[0][1]
+        return id(node.variable) in self.wanted
 
 
 def learn(
@@ -127,13 +138,14 @@ def _walk(
     cut: Cut, starts: Mapping[Edge, Layout], n: int, setting: Setting, silent: Collection[Node] = ()
 ) -> Walked:
     walked = walk(cut.model, starts, Journey(n), setting.may_be_data, silent)
-    if setting.sides.is_blind:  # nobody saw what is data: what has owners is, and so is what has saved an input's rows
-        data = {node for node, owners in walked.owners.items() if owners is not None or setting.is_data(node)}
-        walked.mixing = {
-            node: above
-            for node, above in walked.mixing.items()
-            if node is above or any(below in data for below in ordered([node]))
-        }
+    # What nobody saw: a forward that was not watched, another thread. What has owners is data then, and so is what
+    # has saved rows of an input.
+    told = {node for node in walked.owners if setting.rows.are_saved_by(node)}
+    if setting.sides.is_blind:
+        told |= {node for node, owners in walked.owners.items() if owners is not None}
+    for node, above in walked.mixed.items():
+        if node not in walked.mixing and any(under in told for under in ordered([node])):
+            walked.mixing[node] = above
     return walked
 
 

@@ -24,7 +24,8 @@ class Walked:
     asked: dict[Node, None] = field(default_factory=dict)  # where values decided
     moved: dict[tuple[Node, int], str] = field(default_factory=dict)  # edges at which indices decided, and how it was
     hidden: dict[Node, list[Owners]] = field(default_factory=dict)  # of the backwards that a node runs by itself
-    mixing: dict[Node, Node] = field(default_factory=dict)  # data-side nodes without owners, and the last one above
+    mixed: dict[Node, Node] = field(default_factory=dict)  # the first nodes without owners, and the last one above each
+    mixing: dict[Node, Node] = field(default_factory=dict)  # those of them that depend on data: samples interact there
 
 
 def walk(
@@ -77,6 +78,7 @@ def walk(
                 answer = MIXED  # each expert may have had one sample's tokens
             if isinstance(answer, Answer) or not _arrive(arriving, child, output, answer, journey):
                 arriving[child] = None
+                found.mixed.setdefault(child, node)
                 if is_data(child):
                     found.mixing.setdefault(child, node)
     return found

@@ -1,0 +1,598 @@
+"""Data is data however it arrives: through NumPy, lists, whole numbers or another thread. And what is computed from
+parameters alone is none, however it looks."""
+
+import concurrent.futures
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
+
+import unsum
+from unsum.errors import InteractionError
+
+N, T, D = 4, 3, 6
+
+
+# ---- truth and comparison -----------------------------------------------------------------------------------------
+
+
+def alone(model, losses):
+    """{parameter: (n, *shape)}: `losses(model)` gives each sample's part of the loss, in a float64 copy."""
+    model = copy.deepcopy(model).double()
+    names, parameters = zip(*((name, p) for name, p in model.named_parameters() if p.requires_grad), strict=True)
+    rows = [torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True) for loss in losses(model)]
+    return {name: torch.stack(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)}
+
+
+def same(ours, wanted, tolerance, what):
+    assert ours.shape == wanted.shape, f"{what}: {tuple(ours.shape)}, wanted {tuple(wanted.shape)}"
+    off = float((ours.double() - wanted).abs().max())
+    assert off <= tolerance, f"{what}: off by {off:.1e}"
+
+
+def assert_right(model, loss, *batch, tolerance=1e-9, truth=None, **options):
+    """`loss(model, *batch)` is a sum over samples: each row is run alone. Twice each way."""
+    each = truth or alone(model, lambda m: (loss(m, *(t[i : i + 1] for t in batch)) for i in range(len(batch[0]))))
+    flat = torch.cat([values.reshape(len(values), -1) for values in each.values()], 1)
+    tolerance = tolerance * float(flat.norm(dim=1).max())
+    assert tolerance > 0
+    plain = torch.autograd.grad(
+        loss(model, *batch), [model.get_parameter(name) for name in each], materialize_grads=True
+    )
+    for (name, values), grad in zip(each.items(), plain, strict=True):
+        same(grad, values.sum(0), len(flat) * tolerance, f"the truth of this test itself, {name}")
+    for reducers in ((), (), (unsum.Norms(),), (unsum.Norms(),)):
+        model.zero_grad()
+        with unsum.gradients(model, *reducers, **options) as g:
+            loss(model, *batch).backward()
+        for name, values in each.items():
+            grad = model.get_parameter(name).grad
+            grad = torch.zeros_like(values[0]) if grad is None else grad
+            same(grad, values.sum(0), len(flat) * tolerance, f"{name}.grad")
+        if reducers:
+            same(g[reducers[0]].norms(), flat.norm(dim=1), tolerance, "Norms")
+            continue
+        assert sorted(g) == sorted(each)
+        for name, wanted in each.items():
+            same(g[name].per_sample(), wanted, tolerance, f"{name}.per_sample")
+
+
+def assert_refused(model, loss, *batch):
+    for _ in range(2):
+        for reducers in ((), (unsum.Norms(),)):
+            with pytest.raises(InteractionError):
+                with unsum.gradients(model, *reducers):
+                    loss(model, *batch).backward()
+            assert all(p.grad is None for p in model.parameters())
+
+
+def squares(model, *batch):
+    return model(*batch).square().sum()
+
+
+def random(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+# ---- passages -----------------------------------------------------------------------------------------------------
+
+
+def in_a_thread(function, *args):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result()
+
+
+def one_by_one(x):
+    out = torch.empty_like(x)
+    for i, row in enumerate(x.tolist()):
+        for j, value in enumerate(row):
+            out[i, j] = value
+    return out
+
+
+PASSAGES = {
+    "as_tensor of an array": lambda x: torch.as_tensor(x.numpy()),
+    "as_tensor of a changed array": lambda x: torch.as_tensor(np.log1p(np.abs(x.numpy()))),
+    "from_numpy": lambda x: torch.from_numpy(x.numpy().copy()),
+    "tensor of an array": lambda x: torch.tensor(x.numpy()),
+    "tensor of a list": lambda x: torch.tensor(x.tolist(), dtype=x.dtype),
+    "tensor of items": lambda x: torch.tensor([[v.item() for v in row] for row in x], dtype=x.dtype),
+    "stack of rows": lambda x: torch.stack([torch.tensor(row, dtype=x.dtype) for row in x.tolist()]),
+    "new_tensor": lambda x: x.new_tensor(x.tolist()),
+    "asarray": lambda x: torch.asarray(x.numpy()),
+    "asarray of a list": lambda x: torch.asarray(x.tolist(), dtype=x.dtype),
+    "frombuffer": lambda x: torch.frombuffer(bytearray(x.numpy().tobytes()), dtype=x.dtype).view(x.shape),
+    "dlpack": lambda x: torch.from_dlpack(x.numpy()),
+    "written number by number": one_by_one,
+    "the array of a detached tensor": lambda x: torch.as_tensor(np.asarray(x.detach())),
+    "data": lambda x: x.data.clone(),
+    "without gradients": lambda x: torch.no_grad()(torch.exp)(x),
+    "whole numbers": lambda x: (x * 100).long().to(x.dtype),
+    "a mask": lambda x: (x > 0).to(x.dtype),
+    "a thread": lambda x: in_a_thread(torch.exp, x),
+    "an array in a thread": lambda x: in_a_thread(lambda: torch.as_tensor(np.exp(x.numpy()))),
+}
+
+
+class Two(nn.Module):
+    """One branch sees the input, the other only what has passed. `mix` is done to the second."""
+
+    def __init__(self, passage, mix=lambda h: h, direct=True):
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(D, 5), nn.Linear(D, 5), nn.Linear(5, 2)
+        self.passage, self.mix, self.direct = passage, mix, direct
+
+    def forward(self, x):
+        h = self.mix(torch.tanh(self.b(self.passage(x))))
+        return self.head(h + torch.tanh(self.a(x)) if self.direct else h + self.a.bias)
+
+
+def centred(h):
+    return h - h.mean(0)
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["beside a branch of the input", "by itself"])
+@pytest.mark.parametrize("passage", PASSAGES)
+def test_data_that_has_passed_through_something_else_is_right(passage, direct):
+    torch.manual_seed(0)
+    assert_right(Two(PASSAGES[passage], direct=direct).double(), squares, random(N, D))
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["beside a branch of the input", "by itself"])
+@pytest.mark.parametrize("passage", PASSAGES)
+def test_samples_that_interact_after_they_have_passed_through_something_else_are_refused(passage, direct):
+    torch.manual_seed(0)
+    assert_refused(Two(PASSAGES[passage], centred, direct).double(), squares, random(N, D))
+
+
+@pytest.mark.parametrize("n", [5, D], ids=["n = hidden features", "n = input features"])
+@pytest.mark.parametrize("passage", ["as_tensor of an array", "tensor of a list", "an array in a thread"])
+def test_data_that_has_passed_is_right_where_sizes_coincide(passage, n):
+    torch.manual_seed(0)
+    assert_right(Two(PASSAGES[passage]).double(), squares, random(n, D))
+
+
+class Columns(nn.Module):
+    """A table: the first columns are ids, kept as floating-point numbers. `ids` reads them."""
+
+    def __init__(self, ids, mix=lambda h: h):
+        super().__init__()
+        self.of, self.a, self.head = nn.Embedding(7, 5), nn.Linear(D, 5), nn.Linear(5, 2)
+        self.ids, self.mix = ids, mix
+
+    def forward(self, x):
+        return self.head(self.mix(self.of(self.ids(x))) + torch.tanh(self.a(x)))
+
+
+IDS = {
+    "long": lambda x: x[:, 0].long(),
+    "int": lambda x: x[:, 0].round().int(),
+    "a list": lambda x: torch.tensor([int(v) for v in x[:, 0].tolist()]),
+    "an array": lambda x: torch.as_tensor(x[:, 0].numpy().astype("int64")),
+    "buckets": lambda x: torch.bucketize(x[:, 1], torch.tensor([-1.0, 0.0, 1.0]).double()),
+    "largest": lambda x: x.argmax(1),
+    "one hot": lambda x: F.one_hot(x[:, 0].long(), 7).argmax(1),
+}
+
+
+def table(n):
+    x = random(n, D)
+    x[:, 0] = torch.randint(7, (n,)).double()
+    return x
+
+
+@pytest.mark.parametrize("ids", IDS)
+@pytest.mark.parametrize("n", [4, 7], ids=["no sizes coincide", "n = rows of the table"])
+def test_columns_that_are_ids_are_right(n, ids):
+    torch.manual_seed(0)
+    assert_right(Columns(IDS[ids]).double(), squares, table(n))
+
+
+@pytest.mark.parametrize("ids", IDS)
+def test_samples_that_interact_after_an_embedding_of_columns_are_refused(ids):
+    torch.manual_seed(0)
+    assert_refused(Columns(IDS[ids], centred).double(), squares, table(N))
+
+
+class Threaded(nn.Module):
+    """A branch, with its parameters, is computed by a worker."""
+
+    def __init__(self, mix):
+        super().__init__()
+        self.a, self.b, self.head, self.mix = nn.Linear(D, 5), nn.Linear(D, 5), nn.Linear(5, 2), mix
+
+    def forward(self, x):
+        branch = in_a_thread(lambda: self.mix(torch.tanh(self.b(x))))
+        return self.head(branch + torch.tanh(self.a(x)))
+
+
+def test_a_branch_that_is_computed_by_another_thread():
+    torch.manual_seed(0)
+    assert_right(Threaded(lambda h: h).double(), squares, random(N, D))
+    assert_refused(Threaded(centred).double(), squares, random(N, D))
+
+
+def test_data_that_a_thread_has_prepared_before_and_hands_over_in_forward():
+    class Fed(nn.Module):
+        def __init__(self, mix):
+            super().__init__()
+            self.b, self.mix = nn.Linear(D, 2), mix
+
+        def forward(self, future, x):
+            return self.mix(torch.tanh(self.b(future.result()))) * x[:, :2]
+
+    torch.manual_seed(0)
+    x = random(N, D)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        run = lambda m, x: squares(m, pool.submit(lambda: torch.as_tensor(x.numpy() * 2)), x)
+        assert_right(Fed(lambda h: h).double(), run, x)
+        assert_refused(Fed(centred).double(), run, x)
+
+
+# ---- batch norm by any name ---------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """`first`: the input itself is normed."""
+
+    def __init__(self, norm, first=False, features=D):
+        super().__init__()
+        self.a, self.head, self.norm, self.first = nn.Linear(D, features), nn.Linear(features, 2), norm, first
+        self.gain, self.shift = nn.Parameter(torch.rand(features) + 1), nn.Parameter(torch.randn(features))
+        self.register_buffer("mean", torch.zeros(features))
+        self.register_buffer("var", torch.ones(features))
+
+    def forward(self, x):
+        x = self.norm(self, x) if self.first else x
+        h = torch.tanh(self.a(x))
+        return self.head(h if self.first else self.norm(self, h))
+
+
+aten = torch.ops.aten
+BATCH_NORMS = {
+    "F.batch_norm": lambda m, h: F.batch_norm(h, None, None, m.gain, m.shift, True),
+    "F.batch_norm, running": lambda m, h: F.batch_norm(h, m.mean, m.var, m.gain, m.shift, training=True),
+    "F.batch_norm, no parameters": lambda m, h: F.batch_norm(h, None, None, training=True) * m.gain + m.shift,
+    "torch.batch_norm": lambda m, h: torch.batch_norm(h, m.gain, m.shift, None, None, True, 0.1, 1e-5, False),
+    "torch.batch_norm, no parameters": lambda m, h: (
+        torch.batch_norm(h, None, None, None, None, True, 0.1, 1e-5, False) * m.gain + m.shift
+    ),
+    "torch.native_batch_norm": lambda m, h: torch.native_batch_norm(h, m.gain, m.shift, m.mean, m.var, True, 0.1, 1e-5)[
+        0
+    ],
+    "torch.native_batch_norm, no parameters": lambda m, h: (
+        torch.native_batch_norm(h, None, None, None, None, True, 0.1, 1e-5)[0] * m.gain + m.shift
+    ),
+    "torch._native_batch_norm_legit": lambda m, h: torch._native_batch_norm_legit(
+        h, m.gain, m.shift, m.mean, m.var, True, 0.1, 1e-5
+    )[0],
+    "aten.native_batch_norm": lambda m, h: aten.native_batch_norm(h, m.gain, m.shift, None, None, True, 0.1, 1e-5)[0],
+    "aten._batch_norm_with_update": lambda m, h: aten._batch_norm_with_update(
+        h, m.gain, m.shift, m.mean, m.var, 0.1, 1e-5
+    )[0],
+    "aten._batch_norm_impl_index": lambda m, h: aten._batch_norm_impl_index(
+        h, m.gain, m.shift, None, None, True, 0.1, 1e-5, False
+    )[0],
+    "by hand": lambda m, h: (h - h.mean(0)) / h.var(0, unbiased=False).add(1e-5).sqrt() * m.gain + m.shift,
+}
+
+
+@pytest.mark.parametrize("norm", BATCH_NORMS)
+def test_batch_norm_of_activations_in_training_is_refused_by_any_name(norm):
+    torch.manual_seed(0)
+    assert_refused(Normed(BATCH_NORMS[norm]).double(), squares, random(N, D))
+
+
+@pytest.mark.parametrize("norm", [name for name in BATCH_NORMS if name != "by hand"])  # verify=True is for that
+def test_batch_norm_of_the_input_in_training_is_refused_by_any_name(norm):
+    torch.manual_seed(0)
+    assert_refused(Normed(BATCH_NORMS[norm], first=True).double(), squares, random(N, D))
+
+
+class Images(Normed):
+    def forward(self, x):
+        return self.head(torch.tanh(self.norm(self, self.a(x).transpose(1, 2))).mean(2))
+
+
+@pytest.mark.parametrize("norm", [name for name in BATCH_NORMS if name != "by hand" and "no parameters" not in name])
+def test_batch_norm_of_channels_in_training_is_refused_by_any_name(norm):
+    torch.manual_seed(0)
+    assert_refused(Images(BATCH_NORMS[norm]).double(), squares, random(N, T, D))
+
+
+FINE = {
+    "F.batch_norm in evaluation": lambda m, h: F.batch_norm(h, m.mean, m.var, m.gain, m.shift, False),
+    "torch.batch_norm in evaluation": lambda m, h: torch.batch_norm(
+        h, m.gain, m.shift, m.mean, m.var, False, 0.1, 1e-5, False
+    ),
+    "torch.native_batch_norm in evaluation": lambda m, h: torch.native_batch_norm(
+        h, m.gain, m.shift, m.mean, m.var, False, 0.1, 1e-5
+    )[0],
+    "F.layer_norm": lambda m, h: F.layer_norm(h, h.shape[-1:], m.gain, m.shift),
+    "F.group_norm": lambda m, h: F.group_norm(h, 3, m.gain, m.shift),
+}
+FINE_IMAGES = {
+    "F.instance_norm": lambda m, h: F.instance_norm(h, weight=m.gain, bias=m.shift, use_input_stats=True),
+    "F.instance_norm, no parameters": lambda m, h: (
+        F.instance_norm(h, use_input_stats=True) * m.gain[:, None] + m.shift[:, None]
+    ),
+    "F.instance_norm, running": lambda m, h: F.instance_norm(h, m.mean, m.var, m.gain, m.shift, use_input_stats=True),
+    "torch.instance_norm": lambda m, h: torch.instance_norm(h, m.gain, m.shift, None, None, True, 0.1, 1e-5, False),
+    "F.group_norm": lambda m, h: F.group_norm(h, 3, m.gain, m.shift),
+}
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["of activations", "of the input"])
+@pytest.mark.parametrize("norm", FINE)
+def test_norms_that_keep_samples_apart_are_right(norm, first):
+    torch.manual_seed(0)
+    assert_right(Normed(FINE[norm], first).double(), squares, random(N, D))
+
+
+@pytest.mark.parametrize("n", [4, D], ids=["no sizes coincide", "n = channels"])
+@pytest.mark.parametrize("norm", FINE_IMAGES)
+def test_norms_of_each_channel_of_each_sample_are_right(norm, n):
+    torch.manual_seed(0)
+    assert_right(Images(FINE_IMAGES[norm]).double(), squares, random(n, T, D))
+
+
+# ---- no data ------------------------------------------------------------------------------------------------------
+
+
+class Symmetric(nn.Module):
+    def forward(self, w):
+        return w.triu() + w.triu(1).T
+
+
+PARAMETRIZED = {
+    "symmetric": lambda layer: parametrize.register_parametrization(layer, "weight", Symmetric()),
+    "weight norm": parametrizations.weight_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "spectral norm": lambda layer: parametrizations.spectral_norm(layer).eval(),
+}
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["cached inside the block", "cached around the block"])
+@pytest.mark.parametrize("n", [4, D], ids=["no sizes coincide", "n = features"])
+@pytest.mark.parametrize("how", PARAMETRIZED)
+def test_a_parametrized_weight_that_is_cached_is_no_data(how, n, outside):
+    torch.manual_seed(0)
+    layer = PARAMETRIZED[how](nn.Linear(D, D)).double()
+    model = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(D, 2).double())
+    x = random(n, D)
+
+    def run(m, x):
+        with parametrize.cached():
+            return squares(m, x) + squares(m, 2 * x)
+
+    if not outside:
+        assert_right(model, run, x)
+        return
+    each = alone(model, lambda m: (run(m, x[i : i + 1]) for i in range(n)))
+    for reducers in ((), (unsum.Norms(),)) * 2:
+        with parametrize.cached():
+            layer.weight  # computed before the block begins
+            with unsum.gradients(model, *reducers) as g:
+                (squares(model, x) + squares(model, 2 * x)).backward()
+        flat = torch.cat([values.reshape(len(values), -1) for values in each.values()], 1)
+        if reducers:
+            same(g[reducers[0]].norms(), flat.norm(dim=1), 1e-9 * float(flat.norm()), "Norms")
+            continue
+        for name, wanted in each.items():
+            same(g[name].per_sample(), wanted, 1e-9 * float(flat.norm()), name)
+
+
+class Dora(nn.Module):
+    """A frozen weight, a low-rank change, and a magnitude for each output. `norm` is taken of the sum's rows."""
+
+    def __init__(self, norm, first):
+        super().__init__()
+        self.base = nn.Linear(D, D).requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.randn(2, D)), nn.Parameter(torch.randn(D, 2))
+        self.magnitude, self.norm, self.first = nn.Parameter(torch.rand(D) + 1), norm, first
+
+    def forward(self, x):
+        whole = self.base.weight + self.up @ self.down
+        if self.first:  # merged before it meets data
+            return F.linear(x, self.magnitude[:, None] * whole / self.norm(whole)[:, None], self.base.bias)
+        scale = self.magnitude / self.norm(whole)
+        return (F.linear(x, self.base.weight) + F.linear(F.linear(x, self.down), self.up)) * scale + self.base.bias
+
+
+@pytest.mark.parametrize("n", [4, D], ids=["no sizes coincide", "n = features"])
+@pytest.mark.parametrize("first", [True, False], ids=["merged", "apart"])
+@pytest.mark.parametrize(
+    "norm",
+    [lambda w: w.norm(dim=1), lambda w: w.norm(dim=1).detach(), lambda w: torch.linalg.norm(w, dim=1)],
+    ids=["norm", "detached", "linalg"],
+)
+def test_magnitudes_of_weights_are_no_data(norm, first, n):
+    torch.manual_seed(0)
+    assert_right(nn.Sequential(Dora(norm, first), nn.Tanh(), nn.Linear(D, 2)).double(), squares, random(n, T, D))
+
+
+@pytest.mark.parametrize("n", [4, D], ids=["no sizes coincide", "n = features"])
+def test_a_weight_that_was_merged_before_the_block_is_no_data(n):
+    class Merged(Dora):
+        def merge(self):
+            whole = self.base.weight + self.up @ self.down
+            self.merged = self.magnitude[:, None] * whole / whole.norm(dim=1, keepdim=True)
+
+        def forward(self, x):
+            return torch.tanh(F.linear(x, self.merged))
+
+    torch.manual_seed(0)
+    model, x = Merged(None, True).double(), random(n, D)
+    model.merge()
+    losses = model(x).square().sum(1)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    rows = [torch.autograd.grad(loss, [model.get_parameter(k) for k in names], retain_graph=True) for loss in losses]
+    for reducer in (None, unsum.Norms()):
+        model.merge()
+        with unsum.gradients(model, *([reducer] if reducer else [])) as g:
+            squares(model, x).backward()
+        if reducer:
+            wanted = torch.stack([torch.cat([part.flatten() for part in row]).norm() for row in rows])
+            same(g[reducer].norms(), wanted, 1e-9 * float(wanted.max()), "Norms")
+            continue
+        for name, parts in zip(names, zip(*rows, strict=True), strict=True):
+            same(g[name].per_sample(), torch.stack(parts), 1e-9 * float(torch.stack(parts).norm()), name)
+
+
+class Peft(nn.Module):
+    """The low-rank change is had by sending the unit vectors through its layers, as in peft."""
+
+    def __init__(self, detached):
+        super().__init__()
+        self.base, self.detached = nn.Linear(D, D, bias=False).requires_grad_(False), detached
+        self.down, self.up = nn.Linear(D, 2, bias=False), nn.Linear(2, D, bias=False)
+        self.magnitude = nn.Parameter(torch.rand(D) + 1)
+
+    def forward(self, x):
+        change = self.up(self.down(torch.eye(D, dtype=x.dtype))).T
+        norm = (self.base.weight + (change.detach() if self.detached else change)).norm(dim=1)
+        return (self.magnitude / norm).view(1, -1) * (self.base(x) + self.up(self.down(x)))
+
+
+@pytest.mark.parametrize("n", [4, D], ids=["no sizes coincide", "n = features"])
+@pytest.mark.parametrize("detached", [True, False])
+def test_unit_vectors_that_are_sent_through_layers_are_no_data(detached, n):
+    torch.manual_seed(0)
+    assert_right(nn.Sequential(Peft(detached), nn.Tanh(), nn.Linear(D, 2)).double(), squares, random(n, T, D))
+    torch.manual_seed(0)
+    assert_right(nn.Sequential(Peft(detached), nn.Tanh(), nn.Linear(D, 2)).double(), squares, random(n, D))
+
+
+class Biased(nn.Module):
+    """Attention with a bias for each distance between positions. `look` reads it from the table."""
+
+    def __init__(self, look, heads, entries):
+        super().__init__()
+        self.table, self.heads, self.look = nn.Parameter(torch.randn(entries, heads)), heads, look
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, 2)
+
+    def forward(self, x):
+        t = x.shape[1]
+        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        scores = q @ k.transpose(2, 3) + self.look(self.table, t)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def distances(t):
+    return torch.arange(t)[:, None] - torch.arange(t)[None] + t - 1
+
+
+LOOKS = {
+    "swin": lambda table, t: table[distances(t).view(-1)].view(t, t, -1).permute(2, 0, 1).contiguous().unsqueeze(0),
+    "t5": lambda table, t: F.embedding(distances(t).clamp(max=4), table).permute(2, 0, 1)[None],
+    "index_select": lambda table, t: (
+        table.index_select(0, distances(t).flatten()).unflatten(0, (t, t)).permute(2, 0, 1)
+    ),
+    "gather": lambda table, t: (
+        table[:, :, None]
+        .expand(-1, -1, t)
+        .gather(0, distances(t)[:, None].expand(-1, table.shape[1], -1))
+        .transpose(0, 1)
+    ),
+    "continuous": lambda table, t: torch.tanh(table)[distances(t)].permute(2, 0, 1) * 16,
+}
+
+
+@pytest.mark.parametrize("heads", [2, 3], ids=["two heads", "as many heads as positions"])
+@pytest.mark.parametrize("n", [4, 3, 5], ids=["n = features - 2", "n = positions", "n = entries"])
+@pytest.mark.parametrize("look", LOOKS)
+def test_tables_of_relative_positions_are_no_data(look, n, heads):
+    torch.manual_seed(0)
+    assert_right(Biased(LOOKS[look], heads, 2 * T - 1).double(), squares, random(n, T, D))
+
+
+def hf(kind, config):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    return getattr(transformers, kind)(getattr(transformers, config[0])(**config[1])).eval().double()
+
+
+SMALL = {
+    "num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 20, "intermediate_size": 24,
+    "max_position_embeddings": 16, "pad_token_id": 0,
+}  # fmt: skip
+DEBERTA = SMALL | {"relative_attention": True, "max_relative_positions": 8, "pos_att_type": ["c2p", "p2c"]}
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": 20, "pad_token_id": 0}
+RELATIVE = {
+    "deberta": ("DebertaModel", ("DebertaConfig", DEBERTA | {"position_biased_input": False})),
+    "deberta v2": (
+        "DebertaV2Model",
+        ("DebertaV2Config", DEBERTA | {"position_buckets": 4, "norm_rel_ebd": "layer_norm"}),
+    ),
+    "deberta v2, shared": ("DebertaV2Model", ("DebertaV2Config", DEBERTA | {"share_att_key": True})),
+    "t5": ("T5EncoderModel", ("T5Config", T5)),
+}
+
+
+@pytest.mark.parametrize("n", [3, 5], ids=["no sizes coincide", "n = T"])
+@pytest.mark.parametrize("name", RELATIVE)
+def test_language_models_with_relative_positions(name, n):
+    model = hf(*RELATIVE[name])
+    ids = torch.randint(1, 20, (n, 5))
+    # Some of their numbers are rounded to float32.
+    assert_right(model, lambda m, ids: m(input_ids=ids).last_hidden_state.sin().square().sum(), ids, tolerance=1e-6)
+
+
+SWIN = {"img_size": 16, "patch_size": 2, "window_size": 4, "embed_dim": 8, "depths": (2, 1), "num_heads": (1, 2)}
+
+
+@pytest.mark.parametrize("n", [2, 4], ids=["n = heads", "n = windows"])
+@pytest.mark.parametrize("name", ["SwinTransformer", "SwinTransformerV2"])
+def test_windows_with_relative_positions(name, n):
+    timm = pytest.importorskip("timm", reason="timm is not installed")
+    torch.manual_seed(0)
+    model = getattr(timm.models, name)(num_classes=3, **SWIN).double().eval()
+    assert_right(model, squares, random(n, 3, 16, 16), tolerance=1e-6)
+
+
+class Pairs(nn.Module):
+    """As CLIP: embeddings of both kinds, and the similarities of all pairs."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts, self.images, self.scale = nn.Linear(D, 5), nn.Linear(D, 5), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, text, image):
+        text, image = F.normalize(self.texts(text), dim=1), F.normalize(self.images(image), dim=1)
+        logits = self.scale.exp() * text @ image.T
+        return {"logits_per_text": logits, "logits_per_image": logits.T, "text_embeds": text, "image_embeds": image}
+
+
+@pytest.mark.parametrize("verify", [False, True], ids=["", "verified"])
+@pytest.mark.parametrize("used", ["text_embeds", "image_embeds"])
+@pytest.mark.parametrize("n", [4, 5], ids=["no sizes coincide", "n = features"])
+def test_similarities_of_all_pairs_that_the_loss_does_not_use(n, used, verify):
+    torch.manual_seed(0)
+    text, image = random(n, D), random(n, D)
+    run = lambda m, text, image: m(text, image)[used][:, :2].sin().sum()
+    assert_right(Pairs().double(), run, text, image, verify=verify)
+
+
+def test_similarities_of_all_pairs_that_the_loss_uses_are_refused():
+    torch.manual_seed(0)
+    model, text, image = Pairs().double(), random(4, D), random(4, D)
+    with pytest.raises(InteractionError):
+        with unsum.gradients(model):
+            F.cross_entropy(model(text, image)["logits_per_text"], torch.arange(4)).backward()
+
+
+@pytest.mark.parametrize("used", ["image_embeds", "text_embeds"])
+@pytest.mark.parametrize("n", [3, 5], ids=["no sizes coincide", "n = T"])
+def test_clip_with_a_loss_on_one_kind_of_embedding(n, used):
+    text = SMALL | {"bos_token_id": 0, "eos_token_id": 19}
+    vision = {"image_size": 8, "patch_size": 4} | {k: v for k, v in SMALL.items() if "hidden" in k or "attention" in k}
+    config = {"text_config": text, "vision_config": vision | {"intermediate_size": 24}, "projection_dim": 8}
+    model = hf("CLIPModel", ("CLIPConfig", config))
+    ids, pixels = torch.randint(1, 19, (n, 5)), random(n, 3, 8, 8)
+    ids[:, -1] = 19
+    run = lambda m, ids, pixels: getattr(m(input_ids=ids, pixel_values=pixels), used)[:, :3].sin().sum()
+    assert_right(model, run, ids, pixels, tolerance=1e-6)
