@@ -1,5 +1,6 @@
 # make demo | test | check | bench | gpu-deps | tune | docs — each works alone from a clean clone; .venv is made when it is missing.
 PYTHON ?= python3
+PYTHON_GPU ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # timm and BackPACK ask for torchvision, and one that does not fit torch's build breaks transformers: without it.
@@ -8,7 +9,7 @@ BARE := timm pillow backpack-for-pytorch unfoldNd einops
 # Peers and what they import beside torch, numpy and tqdm, for a machine without a network.
 PEERS := opacus opt_einsum backpack-for-pytorch unfoldNd einops dattri-llm typing_extensions
 
-.PHONY: demo test check bench gpu-deps tune docs format clean
+.PHONY: demo test check bench gpu-architectures gpu-deps tune docs format clean
 
 demo: .venv/.core
 	PYTHONWARNINGS="ignore:Failed to initialize NumPy" $(BIN)/unsum demo  # torch says so where numpy is missing; nothing here needs it
@@ -33,6 +34,10 @@ bench: .venv/.bench
 	$(BIN)/python benchmarks/norms.py --threads 2 --json benchmarks/results/norms_cpu_two_threads.json
 	$(BIN)/python benchmarks/growth.py --json benchmarks/results/growth_cpu.json
 	$(BIN)/python benchmarks/tables.py
+
+# On a machine with a GPU, torch, transformers and timm; needs no .venv.
+gpu-architectures:
+	OMP_NUM_THREADS=1 PYTHONPATH=src:tests $(PYTHON_GPU) tests/gpu_architectures.py
 
 gpu-deps: .venv/.core
 	rm -rf build/deps

@@ -127,6 +127,21 @@ def compiled(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def shapes(result: dict[str, Any]) -> str:
+    about = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
+    lines = [about + (f", threads {result['threads']}." if result["device"] == "cpu" else ", bfloat16."), ""]
+    for model in result["models"]:
+        head = ["batch", "plain, ms", "with norms", "to a plain step", "quartiles", "batches", "norms"]
+        lines += [f"**{model['model']}**", "", "| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+        for row in model["rows"]:
+            ratio = row["to_plain"]
+            spread = f"{ratio['low']:.2f}, {ratio['high']:.2f}"
+            times = f"{row['plain_ms']:.1f} | {row['ms']:.1f} | {ratio['median']:.2f}×"
+            lines.append(f"| {row['way']} | {times} | {spread} | {row['repetitions']} | {row['norms']} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
 TABLES = {
     "capture_overhead": capture_overhead,
     "norms_cpu": norms,
@@ -137,6 +152,8 @@ TABLES = {
     "compiled_cuda": compiled,
     "growth_cpu": growth,
     "growth_cuda": growth,
+    "shapes_cpu": shapes,
+    "shapes_cuda": shapes,
 }
 
 

@@ -15,7 +15,7 @@ TINY = {"width": 16, "depth": 1, "heads": 2, "vocabulary": 20}
 def scripts(monkeypatch):
     """The benchmarks' modules, by name; forgotten afterwards."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    names = ("measuring", "models", "peers", "norms", "growth", "checks", "quantities")
+    names = ("measuring", "models", "peers", "norms", "growth", "checks", "quantities", "shapes")
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield lambda name: __import__(name)
@@ -74,6 +74,29 @@ def test_growth_writes_after_each_size_and_goes_on(scripts, monkeypatch, tmp_pat
     growth.main()
     torch.set_num_threads(threads)
     assert {row["note"] for row in json.loads(path.read_text())["samples"]} == {"not measured: the time was up"}
+
+
+def test_every_kind_of_batch_is_measured_and_a_wrong_norm_is_seen(scripts, monkeypatch, tmp_path, capsys):
+    shapes, models = scripts("shapes"), scripts("models")
+    path, threads = tmp_path / "shapes.json", torch.get_num_threads()
+    make = lambda: models.GPT(length=16, **TINY)
+    case = shapes.Case(make, TINY["vocabulary"], batch=4, usual=8, lengths=tuple(range(4, 17)), new=3, before=2)
+    monkeypatch.setattr(shapes, "CPU", {"one": case, "two": case, "neither": case})
+    monkeypatch.setattr(sys, "argv", ["shapes.py", "--seconds", "0", "--only", "o", "--json", str(path)])
+    shapes.main()
+    measured = json.loads(path.read_text())["models"]
+    assert [model["model"] for model in measured] == ["one", "two"]
+    rows = {row["way"]: row for row in measured[0]["rows"]}
+    assert {way: row["repetitions"] for way, row in rows.items()} == {
+        "first batch": 3, "new length": 3, "seen once before": 3, "seen twice": 3, "seen often": 3, "fewer samples": 2,
+        "plain, again": 17,
+    }  # fmt: skip
+    for way in ("first batch", "new length", "seen often", "fewer samples"):
+        assert rows[way]["norms"].startswith("off by"), way
+    monkeypatch.setattr(shapes, "truth", lambda *given: torch.ones(1))
+    made = shapes.run("tiny", case, device="cpu", dtype=torch.float32, quick=True, seconds=None)
+    torch.set_num_threads(threads)
+    assert "WRONG norms" in shapes.table(made)
 
 
 @pytest.mark.parametrize("name", ["norms", "clipped", "projected", "tokens", "dots", "captured"])

@@ -22,9 +22,9 @@ from unsum.errors import OptionError, UnsupportedError
 from unsum.gathered import Gradients
 from unsum.graph.layout import Layout, Regular
 from unsum.graph.nodes import Edge, Node, ordered, place
-from unsum.graph.probe import state_set_aside
 from unsum.graph.saved import Saved
 from unsum.graph.sides import Sides
+from unsum.graph.state import buffers_aside
 from unsum.keeping import current_scale
 from unsum.plan.arrived import Arrived
 from unsum.plan.clipping import Clipping
@@ -45,7 +45,9 @@ from unsum.weighted import WeightedSum
 
 log = logging.getLogger("unsum")
 
-_shown_by: weakref.WeakKeyDictionary[Reduction, weakref.ref[Gradients]] = weakref.WeakKeyDictionary()  # the last results
+_shown_by: weakref.WeakKeyDictionary[Reduction, weakref.ref[Gradients]] = (
+    weakref.WeakKeyDictionary()
+)  # the last results
 
 
 @dataclass(frozen=True)
@@ -214,9 +216,13 @@ class GradientsBlock:
             return self._begin_tapped(call, seen.nodes, tapped, calls)
         if not self._reaches(call, seen):
             return None  # of another model, or for something else than parameters
+        if any(isinstance(grad, Tensor) and hooks.is_batched(grad) for grad in call.grads):
+            raise UnsupportedError("is_grads_batched=True: one backward after the other brings gradients by sample")
         if call.create_graph:
             raise UnsupportedError("create_graph=True: the gradients of a second backward are not those of .grad")
         plan, nodes = self._recall(call, seen, known, calls)
+        if self._options.verify:
+            self._forward.refuse_mixing([(nodes[place], output) for place, output in plan.cut])
         self._calls, again = self._found.group(self._calls, plan.n)
         self._is_new = not again
         try:
@@ -419,7 +425,7 @@ class GradientsBlock:
             with (
                 torch._C.DisableTorchFunction(),
                 self._saved.once(keep=list(hooks.here()) == [self]),
-                state_set_aside(self._model),
+                buffers_aside(self._model),
             ):
                 yield
         finally:
@@ -506,6 +512,11 @@ def _roots(call: hooks.Backward) -> list[Node]:
 
 def _refuse(names: Names) -> None:
     """Models of which no sample's gradient can be told."""
+    for name, parameter in names.parameters.items():
+        if parameter.is_meta and parameter.requires_grad:
+            raise UnsupportedError(
+                f"{name} is on the meta device and has no numbers: load it, or freeze it (requires_grad_(False))"
+            )
     if "DTensor" not in {kind.__name__ for kind in set(map(type, names.parameters.values()))}:
         return
     for name, parameter in names.parameters.items():

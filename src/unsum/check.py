@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unsum.errors import InteractionError, SamplesError
+from unsum.errors import InteractionError, SamplesError, UnsupportedError
 from unsum.gradients import gradients
 from unsum.graph.probe import mixing
+from unsum.graph.state import State, without_hooks
 from unsum.nested import leaves, put
 from unsum.samples import Dim, Samples
 
@@ -81,34 +81,31 @@ def check(model: nn.Module, loss_fn: LossFunction, batch: Any, *, samples: Sampl
         >>> print(check(model, lambda m, b: (m(b[0]) - b[1]).square().sum(1), batch).ok)
         True
     """
-    aside = copy.deepcopy(dict(model.named_buffers()))
     grads = {name: p.grad for name, p in model.named_parameters()}
+    state = State(model)
     try:
-        with torch.random.fork_rng(devices=[]):
-            for parameter in model.parameters():
-                parameter.grad = None
-            return _check(model, loss_fn, batch, samples)
+        for parameter in model.parameters():
+            parameter.grad = None
+        return _check(model, loss_fn, batch, samples, state)
     finally:
         for name, parameter in model.named_parameters():
             parameter.grad = grads[name]
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if buffer.shape == aside[name].shape:
-                    buffer.copy_(aside[name])
+        state.restore()
 
 
-def _check(model: nn.Module, loss_fn: LossFunction, batch: Any, samples: Samples | Tensor | None) -> Checked:
+def _check(
+    model: nn.Module, loss_fn: LossFunction, batch: Any, samples: Samples | Tensor | None, state: State
+) -> Checked:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise SamplesError("there is nothing to check: every parameter is frozen (requires_grad=False)")
     interacting = None
-    state = torch.get_rng_state()
     try:
         with gradients(model, samples=samples) as g:
             losses = losses_by_sample(loss_fn, model, batch)
             losses.sum().backward(retain_graph=True)
     except InteractionError as error:
         interacting = str(error).splitlines()[0]
-        torch.set_rng_state(state)
+        state.restore()
         with gradients(model, samples=samples, interacting="exact") as g:
             losses = losses_by_sample(loss_fn, model, batch)
             losses.sum().backward(retain_graph=True)
@@ -126,7 +123,7 @@ def _check(model: nn.Module, loss_fn: LossFunction, batch: Any, samples: Samples
         ours = g[name].per_sample()
         off = max(float((ours[k] - _dense(row[i], ours[k])).norm()) for k, row in enumerate(truth))
         rows.append(Row(name, off / largest))
-    interacting = interacting or _mixing(model, loss_fn, batch, losses.detach())
+    interacting = interacting or _mixing(model, loss_fn, batch, losses.detach(), state)
     precise = all(p.dtype in (torch.float64, torch.complex128) for p in parameters)
     return Checked(rows, 1e-9 if precise else 1e-4, interacting, g.coverage())
 
@@ -157,23 +154,31 @@ def _dense(grad: Tensor | None, like: Tensor) -> Tensor:
     return grad.to_dense() if grad.layout != torch.strided else grad
 
 
-def _mixing(model: nn.Module, loss_fn: LossFunction, batch: Any, losses: Tensor) -> str | None:
+def _mixing(model: nn.Module, loss_fn: LossFunction, batch: Any, losses: Tensor, state: State) -> str | None:
     """Whether a sample's loss depends on the others; None too where that cannot be tried."""
     tensors = list(leaves(batch))
     n = len(losses)
     if not tensors or any(t.dim() == 0 or t.shape[0] != n for _, t in tensors):
         return None
-    found = mixing(model, lambda b: loss_fn(model, b), (batch,), {}, Dim(0).owners, n)
-    if found is not None:
-        return found.replace("output", "loss_fn's losses")
+
+    def run(args: Any, kwargs: Any) -> Tensor:
+        state.restore()
+        return losses_by_sample(loss_fn, without_hooks(model), *args)
+
+    try:
+        found = mixing(run, (batch,), {}, losses, Dim(0).owners, n)
+    except UnsupportedError:
+        found = {}
+    for told in found.values():
+        return told.replace("output", "loss_fn's losses")
     with torch.no_grad():
-        again = loss_fn(model, batch)
+        again = run((batch,), {})
         rounding = 1e-9 if losses.dtype == torch.float64 else 1e-3
         if not torch.allclose(again, losses, rtol=rounding, atol=rounding, equal_nan=True):
             return None  # the model draws random numbers: nothing to compare
         for k in range(n):
             try:
-                loss = loss_fn(model, put(batch, {path: t[k : k + 1] for path, t in tensors}))
+                loss = run((put(batch, {path: t[k : k + 1] for path, t in tensors}),), {})
             except Exception as error:
                 return f"sample {k} cannot be run alone: {error}"
             if not torch.allclose(loss[0], losses[k], rtol=10 * rounding, atol=10 * rounding, equal_nan=True):

@@ -157,6 +157,8 @@ def along(rows: Tensor, dim: int, shape: tuple[int, ...], n: int) -> Layout:
 
 def reshaped(layout: Layout, shape: tuple[int, ...], n: int) -> Layout:
     """For the same numbers in the same order, in another shape."""
+    if 0 in shape:
+        return Mapped(torch.zeros((), dtype=torch.int32), shape, is_whole=True)  # of no numbers, all are anybody's
     if isinstance(layout, Regular):
         unit = prod(layout.shape[layout.dim + 1 :]) * layout.block
         each = prod(shape)

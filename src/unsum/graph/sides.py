@@ -90,6 +90,8 @@ class Sides(TorchFunctionMode):
             known = "data" if _is_real(tensor) else "ids"
             if tensor.grad_fn is not None and self._is_of_parameters(tensor.grad_fn):
                 known = "weight"  # computed before this block, and not handed to the model: cached, say
+            elif tensor.grad_fn is None and not tensor.dim():
+                known = "made"  # one number, of a scripted function, say
             self._kinds[tensor] = known
         return known
 

@@ -51,9 +51,7 @@ class Clipping:
             self._again = Again(plan, nodes, call)
             self._again.attach()
 
-    def _able(
-        self, sizes: Collection[str], plan: Plan, nodes: Sequence[Node], call: hooks.Backward
-    ) -> frozenset[str]:
+    def _able(self, sizes: Collection[str], plan: Plan, nodes: Sequence[Node], call: hooks.Backward) -> frozenset[str]:
         """The parameters whose sums a second backward could bring; not those with hooks of their own."""
         if not is_possible(plan, nodes):
             return frozenset()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from unsum import hooks
 from unsum import samples as sample_maps
-from unsum.errors import SamplesError
+from unsum.errors import InteractionError, SamplesError, UnsupportedError
 from unsum.graph.layout import Layout
 from unsum.graph.nodes import Edge, Node, is_leaf
-from unsum.graph.probe import refuse_mixing
+from unsum.graph.probe import mixing
 from unsum.graph.rows import Rows
 from unsum.graph.sides import Sides
+from unsum.graph.state import State, without_hooks
 from unsum.inplace import Token, token
 from unsum.nested import leaves
 from unsum.plan.memory import Seen, forget_call, is_in_a_loop, know_call, known_call
@@ -72,7 +73,8 @@ class Forward:
         self._starts: list[tuple[str, int]] = []
         self._spans: list[tuple[int, int, str]] = []  # which nodes each module call has made: from, to, name
         self._numbers = itertools.count()
-        self._outer: tuple[Callable[..., Any], Any, Any] | None = None
+        self._outer: tuple[nn.Module, Any, Any, State] | None = None
+        self._verified: dict[tuple[str, int, int], str | None] = {}  # outputs that were asked: how they mix samples
         self._key: Hashable = None
         self._given: Hashable = ()  # the sizes of what the call under way was given
         self._shapes = ""
@@ -91,9 +93,12 @@ class Forward:
         self._starts.append((name, torch._C._autograd._get_sequence_nr()))
         if len(self._starts) > 1:
             return
-        # Hooks may change the arguments: then the module is tried with them, else by itself.
-        self._outer = (module if module._forward_pre_hooks else module.forward, args, kwargs)
+        if self._verify:
+            self._outer = module, args, kwargs, State(self._model)
         given = [tensor for _, tensor in leaves((args, kwargs))]
+        if any(tensor.is_nested for tensor in given):
+            self._starts.clear()
+            raise nested(name or "the model")
         kind = self._samples if isinstance(self._samples, sample_maps.Dim) else sample_maps.Ids
         self._key, self._given = (name, kind, flags(self._modules, self._parameters, given)), sizes_of(given)
         self._seen = None if anew else known_call(self._model, self._key, self._given)
@@ -262,15 +267,44 @@ class Forward:
         return self._n if ids is None else len(ids)
 
     def _try(self, output: Any) -> None:
-        """Run the model again where the user asks for it."""
+        """Run the model again where the user asks for it, and note which outputs mix samples."""
         outer, self._outer, n = self._outer, None, self._count()
         if outer is None or n is None or output is None or not self._verify:
             return
+        module, args, kwargs, before = outer
+        after = State(self._model)
+
+        def run(args: Any, kwargs: Any) -> Any:
+            before.restore()
+            try:
+                return without_hooks(module)(*args, **kwargs)
+            finally:
+                after.restore()
+
         self.trying = True
         try:
-            refuse_mixing(self._model, *outer, self._samples.owners, n)
+            found = mixing(run, args, kwargs, output, self._samples.owners, n)
         finally:
             self.trying = False
+        for path, tensor in leaves(output):
+            if tensor.grad_fn is not None:
+                self._verified[tensor.grad_fn.name(), tensor.grad_fn._sequence_nr(), tensor.output_nr] = found.get(path)
+
+    def refuse_mixing(self, starts: Sequence[Edge]) -> None:
+        """Raise where a backward starts from outputs that mix samples, or from what could not be asked."""
+        for node, output in starts:
+            key = node.name(), node._sequence_nr(), output
+            if key not in self._verified:
+                raise UnsupportedError(
+                    f"verify=True: the samples of this loss start at {node.name()}, which is no output of the model, and "
+                    "the model cannot be asked again whether they interact there.\n  return what the loss is made of, or "
+                    "leave verify=True out"
+                )
+            if (found := self._verified[key]) is not None:
+                raise InteractionError(
+                    f"samples interact: {found}, though the graph shows no trace of it (detached statistics, mixup).\n"
+                    '  without verify=True, interacting="exact" gives the derivative of each sample\'s part of the loss'
+                )
 
     def know(self, tensor: Tensor, owners: Layout, call: int, *, marked: bool = False) -> None:
         """The samples of a tensor are known."""
@@ -335,6 +369,11 @@ class Forward:
             if start <= number < end:
                 return name
         return ""
+
+
+def nested(where: str) -> UnsupportedError:
+    """The error for nested tensors."""
+    return UnsupportedError(f"{where}: a nested tensor, whose samples cannot be told apart; pad it instead")
 
 
 def _alive(entries: Mapping[tuple[str, int, int], Known], nodes: Sequence[Node]) -> dict[Edge, Known]:

@@ -25,6 +25,7 @@ from unsum.reducing import Reducer, takes_as
 from unsum.weighted import WeightedSum
 
 _hooks, _later_hooks = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+_dtype, _grad_dtype, _HAS_GRAD_DTYPE = attrgetter("dtype"), attrgetter("grad_dtype"), hasattr(Tensor, "grad_dtype")
 
 
 class Intake:
@@ -231,8 +232,13 @@ class Intake:
 
 
 def are_listened(parameters: Collection[nn.Parameter]) -> bool:
-    """Whether hooks of the user's wait for the gradient of any of these, which is then left to torch."""
-    return any(map(_hooks, parameters)) or any(map(_later_hooks, parameters))
+    """Whether the gradient of any of these is left to torch: hooks of the user's wait for it, or it has another dtype
+    than the parameter."""
+    return (
+        any(map(_hooks, parameters))
+        or any(map(_later_hooks, parameters))
+        or (_HAS_GRAD_DTYPE and list(map(_grad_dtype, parameters)) != list(map(_dtype, parameters)))
+    )
 
 
 def listens_to_all() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from unsum.graph.sides import Sides
 from unsum.plan.audit import Audit
 from unsum.plan.plan import Plan
 from unsum.plan.routes import routes, rule_routes
+from unsum.plan.signature import plain
 from unsum.plan.structure import Judged
 from unsum.plan.teams import teams
 from unsum.travel import Journey
@@ -84,6 +85,11 @@ def learn(
 ) -> tuple[Plan, Judged | None]:
     """Find the cut, walk from there by the table, compare it with values, and say where to wait; and what may be
     remembered of it, if anything. Refuses by raising, before anything of the user's has run."""
+    for node in nodes:
+        if not is_leaf(node) and any(meta.is_nested_tensor for meta in node._input_metadata):
+            raise UnsupportedError(
+                f"{node.name()}: a nested tensor, whose samples cannot be told apart; pad it instead"
+            )
     if n == 0:
         return _plan(find_cut(roots, known, setting.is_data), Walked(), n, nodes, setting, None), None
     for operation, number, call in setting.sides.mixing:
@@ -115,15 +121,17 @@ def _judged(cut: Cut, n: int, setting: Setting, *, marked: bool) -> tuple[Cut, W
             if owners is None:
                 continue
             said = walked.said.get(node, {}) if n > 1 else {}
+            if said and not claims.is_new(_geometry(node, owners, said)):
+                said = {}
             has_rules = audit is not None and audit.candidates(node, owners)
             if said or has_rules:
-                plain, sent = claims.compare(node, owners, said)
+                given, sent = claims.compare(node, owners, said)
                 if audit is not None and has_rules:
-                    audit.add(node, owners, plain, sent, claims)
+                    audit.add(node, owners, given, sent, claims)
         wrong = claims.contradicted()
         if not wrong:
             if audit is not None:
-                audit.finish(lambda node: drawn(node, walked.owners[node] or [], 0))
+                audit.finish(lambda node: drawn(node, walked.owners[node] or []))
             return cut, walked, audit
         names = ", ".join(sorted({node.name() for node in wrong}))
         if setting.strict:
@@ -134,9 +142,13 @@ def _judged(cut: Cut, n: int, setting: Setting, *, marked: bool) -> tuple[Cut, W
         silent |= wrong
 
 
-def _walk(
-    cut: Cut, starts: Mapping[Edge, Layout], n: int, setting: Setting, silent: Collection[Node] = ()
-) -> Walked:
+def _geometry(node: Node, owners: Owners, said: Mapping[int, Layout]) -> Hashable:
+    """All that the table goes by. (Layouts that are not regular are equal to themselves alone.)"""
+    kinds = tuple(meta.dtype for meta in node._input_metadata)
+    return plain(node), kinds, tuple(owners), tuple(said.items()), tuple(c is None for c, _ in node.next_functions)
+
+
+def _walk(cut: Cut, starts: Mapping[Edge, Layout], n: int, setting: Setting, silent: Collection[Node] = ()) -> Walked:
     walked = walk(cut.model, starts, Journey(n), setting.may_be_data, silent)
     # What nobody saw: a forward that was not watched, another thread. What has owners is data then, and so is what
     # has saved rows of an input.
@@ -246,7 +258,7 @@ def _by_values(
         for node, owners in swept.owners.items():
             if owners is not None and audit.candidates(node, owners):
                 audit.add(node, owners, *claims.compare(node, owners, {}), claims)
-        audit.finish(lambda node: drawn(node, swept.owners[node] or [], 0))
+        audit.finish(lambda node: drawn(node, swept.owners[node] or []))
     return _plan(cut, swept, n, nodes, setting, audit)
 
 
@@ -308,9 +320,7 @@ def _sweep(
         if only is None and not marked and any(is_leaf(child) for _, child, _ in below(node)):
             _compare_rows(node, owners, setting.rows)
 
-    return sweep(
-        cut.model, cut.starts, n, only=only, keep=keep, mixed=mixed, seen=seen, is_data=setting.may_be_data
-    )
+    return sweep(cut.model, cut.starts, n, only=only, keep=keep, mixed=mixed, seen=seen, is_data=setting.may_be_data)
 
 
 def _compare_rows(node: Node, owners: Owners, rows: Rows) -> None:

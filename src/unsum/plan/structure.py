@@ -148,7 +148,12 @@ def _dear(plan: Plan, routes: Mapping[int, Sequence[Route]], nodes: Sequence[Nod
         for route in there:
             layout, lead = route.by.layout, route.by.lead
             name = route.parameter
-            if name is None or len(route.shape) != 2 or not isinstance(layout, Regular) or lead != len(layout.shape) - 1:
+            if (
+                name is None
+                or len(route.shape) != 2
+                or not isinstance(layout, Regular)
+                or lead != len(layout.shape) - 1
+            ):
                 continue
             if name not in plan.alone or layout.dim >= lead:
                 continue

@@ -11,7 +11,7 @@ from unsum.check import LossFunction, losses_by_sample
 from unsum.errors import InteractionError, SamplesError
 from unsum.gathered import Gradients
 from unsum.gradients import gradients
-from unsum.graph.probe import state_set_aside
+from unsum.graph.state import set_aside
 from unsum.reducers import Norms, Project, TokenNorms
 from unsum.report.collect import differentiate, trainable
 from unsum.report.data import BySample, Similarity
@@ -55,7 +55,7 @@ def _run(
     if not exact:
         reducers.append(Project(k=PROJECTED, seed=0))
     block = gradients(model, *reducers, samples=samples, interacting=interacting, keep=exact, grad=False)
-    with state_set_aside(model), block as g:
+    with set_aside(model, strict=False), block as g:
         losses = losses_by_sample(loss_fn, model, batch)
         differentiate(losses.sum(), trainable(Names(model)))
     return g

@@ -14,7 +14,7 @@ from unsum.check import Checked, LossFunction, interaction_told
 from unsum.check import check as compare
 from unsum.draw.draw import draw
 from unsum.errors import OptionError
-from unsum.graph.probe import state_set_aside
+from unsum.graph.state import set_aside
 from unsum.nested import format_path, leaves
 from unsum.place import writable
 from unsum.progress import progress as Progress
@@ -111,7 +111,7 @@ def _seen(
 ) -> tuple[Statistics, tuple[str, str]]:
     """One forward and backward: statistics, and the picture of the graph, which is then let go."""
     line.say("statistics of the layers")
-    with state_set_aside(model):
+    with set_aside(model, strict=False):
         found, losses = statistics(model, loss_fn, batch)
         missing.update(found.missing)
         line.step("the picture")
@@ -179,7 +179,7 @@ def _checked(
             "in the backward?), and the check's backward would call it; check=True runs it"
         )
     else:
-        with state_set_aside(model):
+        with set_aside(model, strict=False):
             return _part("check", missing, lambda: compare(model, loss_fn, batch, samples=samples))
     return None
 

@@ -158,4 +158,3 @@ def down(at: At, edge: int, shape: Shape) -> Layout | Answer:
         return travel(at)
     except (AttributeError, IndexError):  # another version of torch saves something else
         return SILENT
-

@@ -7,13 +7,15 @@ batch of a structure (`Claims`), and so are the rules that are to be used there 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from functools import cache
+from math import prod
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from unsum.graph.codes import TOLERANCE, Codes
+from unsum.graph.codes import Codes
 from unsum.graph.layout import UNSEEN, Layout, Mapped, Regular
 from unsum.graph.nodes import Node
 from unsum.graph.owners import Owners, hidden_owners, in_range, refuse_changing
@@ -21,10 +23,14 @@ from unsum.graph.replay import Grads, Heard, replay
 from unsum.travel.table import MIXED, Answer
 
 
+# How far values may be from what is said of them: what is said of samples that mix is off by as much as it is large.
+_LOOSE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-3, torch.complex64: 1e-3}
+
+
 def ask(node: Node, outs: Owners, n: int) -> tuple[list[Layout | Answer | None], list[Owners]]:
     """Whose the positions of each argument are, and of the backwards that the node runs by itself."""
     codes = Codes(n, signs=any(meta.dtype == torch.float16 for meta in node._input_metadata))
-    plain = drawn(node, outs, 0)
+    plain = drawn(node, outs)
     streams = [plain]
     for copy in range(len(codes.tables)):
         streams.append(
@@ -49,16 +55,34 @@ def ask(node: Node, outs: Owners, n: int) -> tuple[list[Layout | Answer | None],
     return found, hidden_owners(node, heard, codes) if heard[0] else []
 
 
-def drawn(node: Node, outs: Owners, seed: int) -> list[Tensor | None]:
+_PERIOD = 65_537  # a prime: what is repeated lies otherwise in every row
+
+
+@cache
+def _numbers(dtype: torch.dtype, device: torch.device) -> Tensor:
+    drawn = torch.randn(
+        _PERIOD,
+        generator=torch.Generator().manual_seed(0),
+        dtype=torch.complex128 if dtype.is_complex else torch.float64,
+    )
+    return (drawn + 0.1 * drawn.sgn()).to(device, dtype)
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random numbers that are always the same, none of them near zero. To draw them anew takes longer than to call a
+    node."""
+    count, known = prod(shape), _numbers(dtype, device)
+    return (known[:count] if count <= _PERIOD else known.repeat(-(-count // _PERIOD))[:count]).reshape(shape)
+
+
+def drawn(node: Node, outs: Owners) -> list[Tensor | None]:
     """A random gradient for the results whose owners are known."""
     found: list[Tensor | None] = []
     for meta, out in zip(node._input_metadata, outs, strict=True):
         if out is None:
             found.append(None)
             continue
-        generator = torch.Generator(meta.device).manual_seed(seed)
-        value = torch.randn(tuple(meta.shape), generator=generator, dtype=meta.dtype, device=meta.device)
-        value = value + 0.1 * value.sgn()
+        value = _random(tuple(meta.shape), meta.dtype, meta.device)
         if isinstance(out, Mapped) and not out.is_whole:
             value = value.masked_fill(out.beside(out.map.to(value.device) == UNSEEN), 0)
         found.append(value)
@@ -77,6 +101,13 @@ class Claims:
         self._tables: dict[object, Tensor] = {}
         self._said: list[tuple[Node, float]] = []
         self._off: list[Tensor] = []
+        self._seen: set[Hashable] = set()  # what was compared: the table says the same of the same geometry
+
+    def is_new(self, geometry: Hashable) -> bool:
+        """Whether nothing was compared yet of which the table knows no difference."""
+        is_new = geometry not in self._seen
+        self._seen.add(geometry)
+        return is_new
 
     def of(self, layout: Layout, like: Tensor) -> Tensor:
         """Each position's factor."""
@@ -95,7 +126,7 @@ class Claims:
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Note how far the node's values are from what is said of its edges. Returns a gradient, and what the node sends
         along its edges for the same gradient, each sample's part times its factor."""
-        plain = drawn(node, outs, 0)
+        plain = drawn(node, outs)
         scaled = [
             None if grad is None or out is None else grad * self.of(out, grad)
             for grad, out in zip(plain, outs, strict=True)
@@ -108,7 +139,7 @@ class Claims:
                 continue
             off, size = (other - one * self.of(layout, one)), other
             norms = torch.stack([torch.linalg.vector_norm(each.flatten()).double() for each in (off, size)])
-            self._said.append((node, TOLERANCE.get(one.dtype, (5e-2, 0))[0]))
+            self._said.append((node, _LOOSE.get(one.dtype, 5e-2)))
             self._off.append(norms.real)
         return plain, list(after)
 

@@ -49,7 +49,7 @@ def walk(
             for _, child, _ in edges:
                 arriving[child] = None
             continue
-        if _mixes(node, outs):
+        if n > 1 and _mixes(node, outs):
             found.mixing.setdefault(node, node)
         at = start(node, outs, journey)
         answers: list[Layout | Answer | None] = [None] * len(node.next_functions)
@@ -63,7 +63,9 @@ def walk(
         if must_ask or isinstance(node, BackwardCFunction):
             found.asked[node] = None
             values, hidden = ask(node, outs, n)
-            answers = [value if n > 1 or answer is None else answer for value, answer in zip(values, answers, strict=True)]
+            answers = [
+                value if n > 1 or answer is None else answer for value, answer in zip(values, answers, strict=True)
+            ]
             if hidden:
                 found.hidden[node] = hidden
         else:
@@ -101,12 +103,12 @@ def _alone(shape: tuple[int, ...], is_data: bool) -> Layout | Answer:
     if not is_data:
         return MIXED
     is_there = shape and 0 not in shape
-    return Regular(shape, 1, 0, shape[0]) if is_there else Mapped(torch.zeros((), dtype=torch.int32), shape, is_whole=True)
+    return (
+        Regular(shape, 1, 0, shape[0]) if is_there else Mapped(torch.zeros((), dtype=torch.int32), shape, is_whole=True)
+    )
 
 
-def _arrive(
-    arriving: dict[Node, Owners | None], node: Node, output: int, layout: Layout, journey: Journey
-) -> bool:
+def _arrive(arriving: dict[Node, Owners | None], node: Node, output: int, layout: Layout, journey: Journey) -> bool:
     """Note whose a node's output is; False if that contradicts what is known of it."""
     if node not in arriving:
         arriving[node] = [None] * len(node._input_metadata)
@@ -114,7 +116,11 @@ def _arrive(
     if outs is None:
         return True  # mixed already, and told of
     known = outs[output]
-    both = layout if known is None else merged(known, layout, journey.n, None if journey.expected is None else journey.holds)
+    both = (
+        layout
+        if known is None
+        else merged(known, layout, journey.n, None if journey.expected is None else journey.holds)
+    )
     if both is None:
         return False
     outs[output] = both
