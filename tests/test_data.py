@@ -192,7 +192,7 @@ def test_columns_that_are_ids_are_right(n, ids):
     assert_right(Columns(IDS[ids]).double(), squares, table(n))
 
 
-@pytest.mark.parametrize("ids", IDS)
+@pytest.mark.parametrize("ids", [name for name in IDS if name not in ("buckets", "largest")])  # choices carry no data
 def test_samples_that_interact_after_an_embedding_of_columns_are_refused(ids):
     torch.manual_seed(0)
     assert_refused(Columns(IDS[ids], centred).double(), squares, table(N))

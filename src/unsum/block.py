@@ -214,7 +214,7 @@ class GradientsBlock:
         known, calls = self._forward.find(seen.nodes)
         if self._tapping is not None and (tapped := self._tapping.begin(call, seen.nodes)) is not None:
             return self._begin_tapped(call, seen.nodes, tapped, calls)
-        if not self._reaches(call, seen):
+        if not self._reaches(call, seen) and (self._setting.wanted or not known):
             return None  # of another model, or for something else than parameters
         if any(isinstance(grad, Tensor) and hooks.is_batched(grad) for grad in call.grads):
             raise UnsupportedError("is_grads_batched=True: one backward after the other brings gradients by sample")
@@ -344,27 +344,28 @@ class GradientsBlock:
     ) -> tuple[Plan, Sequence[Node]]:
         """The plan of this graph, remembered or learnt, and the nodes in its order."""
         self._calls = calls or self._forward.pending()
+        made = frozenset(call for call in calls if call in self._forward.made) or self._forward.pending()
         ids = self._options.samples.ids
         n = number_of_samples(known) if ids is None and known else self._forward.number_of_samples(self._calls)
         if n is None:
             raise unknown_samples(self._forward.mismatch())
-        self._forward.had_backward(self._calls)
+        self._forward.had_backward(made)
         self._is_checked = not self._setting.rules
         key = self._key(call, seen, known, n)
         structure = recall(self._model, key) if self._setting.rules and n else None
-        if structure is not None and not (structure.is_blind and self._forward.watched):
+        if structure is not None and not (structure.is_blind and self._forward.was_watched(made)):
             nodes = structure.plan.in_order(seen.nodes)
             plan = self._derive(structure, seen, nodes, known, n)
             if plan is not None:
-                self._forward.learnt(None if self._saved.is_needed else key)
+                self._forward.learnt(None if self._saved.is_needed else key, made)
                 self._learn_tap(plan, nodes)
                 return plan, nodes
         self._is_checked = True
-        self._sides.is_blind = not self._forward.watched
+        self._sides.is_blind = not self._forward.was_watched(made)
         nodes = ordered(_roots(call))
         with self._learn():
             plan, judged = learn(
-                call.roots, call.grads, nodes, known, self._setting, n, self._calls, marked=self._forward.is_marked
+                call.roots, call.grads, nodes, known, self._setting, n, made, marked=self._forward.is_marked
             )
         if judged is not None and self._setting.rules:
             plan = replace(
@@ -376,7 +377,7 @@ class GradientsBlock:
                 remember(self._model, key, structure)
             if not judged.is_dynamic:
                 structure.keep(Sizes(seen.signature, tuple(known.values())), plan)
-        self._forward.learnt(key if plan.lasting and not self._saved.is_needed else None)
+        self._forward.learnt(key if plan.lasting and not self._saved.is_needed else None, made)
         self._learn_tap(plan, nodes)
         log.info(
             "unsum: learnt a graph of %d nodes: %d meetings, %d by rule; %s",

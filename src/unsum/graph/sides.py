@@ -77,6 +77,8 @@ class Sides(TorchFunctionMode):
     def given(self, tensor: Tensor, *, has_samples: bool) -> None:
         """A tensor is handed to the model. Positions (`arange(T)`) are no data, even if T is the number of samples."""
         self._prepare()
+        if tensor not in self._kinds and tensor.dim() == 1 and not _is_real(tensor) and _counts(tensor):
+            self._kinds[tensor] = "positions"  # made before anybody watched
         if self._kinds.get(tensor) not in ("weight", "positions"):
             self._kinds[tensor] = ("data" if _is_real(tensor) else "ids") if has_samples else "made"
 
@@ -89,10 +91,9 @@ class Sides(TorchFunctionMode):
         if known is None:
             known = "data" if _is_real(tensor) else "ids"
             if tensor.grad_fn is not None and self._is_of_parameters(tensor.grad_fn):
-                known = "weight"  # computed before this block, and not handed to the model: cached, say
+                known = self._kinds[tensor] = "weight"  # computed before this block, not handed to the model: cached
             elif tensor.grad_fn is None and not tensor.dim():
                 known = "made"  # one number, of a scripted function, say
-            self._kinds[tensor] = known
         return known
 
     def _is_of_parameters(self, top: Node) -> bool:
@@ -144,7 +145,7 @@ class Sides(TorchFunctionMode):
             return "data"  # a mask, as numbers
         if is_real or not kinds & {"data", "choice", "ids"}:
             return "weight" if kinds == {"weight"} else "made"
-        if "data" in kinds and name in _CONVERT and tensor.dtype != torch.bool:
+        if "data" in kinds and tensor.dtype != torch.bool and name in _CONVERT:
             return "ids"
         return "choice" if kinds & {"data", "choice"} else "ids"
 
@@ -182,6 +183,10 @@ class Sides(TorchFunctionMode):
         trains = next((given for given in (*args, *kwargs.values()) if isinstance(given, bool)), False)
         if bool(kwargs.get("training", trains)) and all(t.grad_fn is None for t in _tensors(result)):
             self.mixing.append(("batch_norm in training", torch._C._autograd._get_sequence_nr(), self.call))
+
+
+def _counts(tensor: Tensor) -> bool:
+    return tensor.dtype != torch.bool and torch.equal(tensor, torch.arange(len(tensor), device=tensor.device).to(tensor))
 
 
 def _is_real(tensor: Tensor) -> bool:

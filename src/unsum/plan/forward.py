@@ -80,9 +80,9 @@ class Forward:
         self._shapes = ""
         self._watching = False
         self._seen: Seen | None = None
-        self._since: dict[tuple[Hashable, Hashable], Seen] = {}  # the calls since the last backward, with their sizes
+        self._found: dict[int, tuple[Hashable, Hashable, Seen]] = {}  # of calls: flags, sizes, what was seen of them
+        self._unwatched: set[int] = set()  # calls that were not watched
         self.passes = False  # whether calls inside this one need not be told
-        self.watched = True  # whether all forwards since the last backward were
         self._n: int | None = None
         self._inputs: list[tuple[Tensor, Layout]] = []  # of the call under way, if it is watched
         self.is_marked = False  # whether the user has said whose the tensors are that were found last
@@ -200,15 +200,20 @@ class Forward:
         self._starts.clear()
         self.rows.forget()
 
-    def learnt(self, structure: Hashable | None) -> None:
-        """The graph of the forwards so far has this structure; None if it cannot be remembered."""
-        for (key, sizes), seen in self._since.items():
+    def learnt(self, structure: Hashable | None, calls: Collection[int]) -> None:
+        """The graph of these calls has this structure; None if it cannot be remembered."""
+        for call in calls:
+            key, sizes, seen = self._found.get(call, (None, None, None))
+            if seen is None:
+                continue
             if structure is None:
                 forget_call(self._model, key)
             else:
                 know_call(self._model, key, sizes, seen, structure)
-        self._since.clear()
-        self.watched = True
+
+    def was_watched(self, calls: Collection[int]) -> bool:
+        """Whether these calls were."""
+        return self._unwatched.isdisjoint(calls)
 
     def _watch(self, wanted: bool) -> None:
         if wanted and not self._watching:
@@ -241,8 +246,9 @@ class Forward:
             owners = self._samples.owners(tuple(tensor.shape), self._n) if has_samples else None
             if owners is not None:
                 self.know(tensor, owners, call)
-        self.watched = self.watched and self._seen is None
-        self._since[self._key, self._given] = self._seen or Seen(self._n is not None, outputs)
+        if self._seen is not None:
+            self._unwatched.add(call)
+        self._found[call] = self._key, self._given, self._seen or Seen(self._n is not None, outputs)
 
     def _know_inner(self, output: Any) -> None:
         """An inner module has returned: what has the samples' dimension may be used where nothing else is known."""

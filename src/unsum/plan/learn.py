@@ -69,7 +69,7 @@ class Setting:
             if len(nexts := below(node)) != 1 or node.name() not in _LOOKS:
                 return False
             node = nexts[0][1]
-        return id(node.variable) in self.wanted
+        return isinstance(node.variable, nn.Parameter)
 
 
 def learn(
@@ -106,7 +106,7 @@ def learn(
         rows = [] if marked else _with_rows(walked, setting.rows)
         return plan, _remembered(walked, place, setting, {place[node] for node, _, _ in rows} & plan.owned.keys())
     _refuse_named(walked, setting)
-    return _by_values(roots, grads, nodes, cut, known, n, setting, marked=marked), None
+    return _by_values(roots, grads, nodes, cut, walked.mixing, n, setting, marked=marked), None
 
 
 def _judged(cut: Cut, n: int, setting: Setting, *, marked: bool) -> tuple[Cut, Walked, Audit | None]:
@@ -152,9 +152,12 @@ def _walk(cut: Cut, starts: Mapping[Edge, Layout], n: int, setting: Setting, sil
     walked = walk(cut.model, starts, Journey(n), setting.may_be_data, silent)
     # What nobody saw: a forward that was not watched, another thread. What has owners is data then, and so is what
     # has saved rows of an input.
+    if n == 1:
+        return walked
     told = {node for node in walked.owners if setting.rows.are_saved_by(node)}
     if setting.sides.is_blind:
         told |= {node for node, owners in walked.owners.items() if owners is not None}
+        walked.mixing = {node: above for node, above in walked.mixing.items() if node is above}
     for node, above in walked.mixed.items():
         if node not in walked.mixing and any(under in told for under in ordered([node])):
             walked.mixing[node] = above
@@ -236,7 +239,7 @@ def _by_values(
     grads: Grads,
     nodes: Sequence[Node],
     cut: Cut,
-    known: Mapping[Edge, Layout],
+    suspects: Collection[Node],
     n: int,
     setting: Setting,
     *,
@@ -245,13 +248,13 @@ def _by_values(
     """By what nodes are made of, samples interact somewhere. Zeros may keep them apart all the same (a mask, routing by
     products), or the loss may not look there: values decide for the whole graph, in every batch."""
     try:
-        swept = _sweep(cut, n, known, None, setting, marked=marked)
+        swept = _sweep(cut, n, suspects, None, setting, marked=marked)
     except InteractionError:
         # Perhaps only where the loss does not look: a loss on the diagonal of n × n similarities, say.
         looked_at = {edge: grad != 0 for edge, grad in flow(roots, grads, cut.starts).items() if edge in cut.starts}
         if not all_are_seen(cut.starts, looked_at, n):
             raise
-        swept = _sweep(cut, n, known, looked_at, setting, marked=marked)
+        swept = _sweep(cut, n, suspects, looked_at, setting, marked=marked)
     audit = Audit(n, setting.is_data, strict=setting.strict) if setting.rules else None
     if audit is not None:
         claims = Claims(n)
@@ -299,14 +302,14 @@ def unknown_samples(mismatch: str = "") -> SamplesError:
 def _sweep(
     cut: Cut,
     n: int,
-    known: Mapping[Edge, Layout],
+    suspects: Collection[Node],
     only: Mapping[Edge, Tensor] | None,
     setting: Setting,
     *,
     marked: bool,
 ) -> Swept:
     def mixed(node: Node, above: Node | None) -> None:
-        if setting.is_data(node):
+        if setting.is_data(node) or node in suspects:
             blamed = node if above is None else above
             raise interaction(
                 blamed.name(), setting.module_of(blamed._sequence_nr()), "" if above is None else node.name()
@@ -394,7 +397,7 @@ def inside(roots: Sequence[Any], nodes: Sequence[Node], owners: Owners, n: int, 
     cut, walked, audit = _judged(cut, n, setting, marked=True)
     if walked.mixing and not setting.exact:
         _refuse_named(walked, setting)
-        return _by_values(roots, [None] * len(roots), nodes, cut, known, n, setting, marked=True)
+        return _by_values(roots, [None] * len(roots), nodes, cut, walked.mixing, n, setting, marked=True)
     return _plan(cut, walked, n, nodes, setting, audit)
 
 

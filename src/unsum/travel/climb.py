@@ -38,6 +38,8 @@ def _above(
     node: Node, output: int, shape: tuple[int, ...], below_it: Sequence[tuple[int, Layout]], journey: Journey
 ) -> Layout | None:
     """The one layout of a result from which those of the arguments follow."""
+    if 0 in shape:
+        return Mapped(torch.zeros((), dtype=torch.int32), shape, is_whole=True)  # of no numbers, all are anybody's
     if journey.n == 1:
         return Regular(shape, 1, 0, shape[0]) if shape and 0 not in shape else None
     fitting: list[Layout] = []
