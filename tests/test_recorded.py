@@ -151,9 +151,7 @@ def step(model, x, *reducers, **options):
 
 def stages(model):
     """How far the meetings have come."""
-    places = [
-        place for plan in plans(model) for found in plan.recordings.values() for place in found.values()
-    ]
+    places = [place for plan in plans(model) for found in plan.recordings.values() for place in found.values()]
     return [place.known.stage for place in places if hasattr(place, "known")]
 
 

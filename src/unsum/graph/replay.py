@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -38,10 +39,23 @@ def replay(node: Node, grads: Grads, heard: list[Heard] | None = None, *, still:
 
 def _call(node: Node, grads: Grads) -> Sequence[Tensor | None]:
     try:
-        result = node(*grads)
+        result = _elsewhere(node, grads) if node.name().startswith("ScaledDotProductCudnn") else node(*grads)
     except RuntimeError as error:
         raise UnsupportedError(f"{node.name()} cannot be called again: {error}") from error
     return result if isinstance(result, tuple) else (result,)
+
+
+def _elsewhere(node: Node, grads: Grads) -> Any:
+    """In a thread of its own: cuDNN's attention remembers, thread by thread, how the first gradient of a shape lay in
+    memory, and gives nonsense for those that lie otherwise. Ours must not be the one that it remembers."""
+    stream = torch.cuda.current_stream()
+
+    def call() -> Any:
+        with torch.no_grad(), torch.cuda.stream(stream):
+            return node(*grads)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(call).result()
 
 
 def _python(node: Node, grads: Grads, heard: list[Heard] | None) -> Sequence[Tensor | None]:

@@ -98,7 +98,13 @@ class Rows:
         for tensor in saved_by(node):
             place = self._places.get(_number(tensor))
             # Fewer dimensions stand for the first ones only if they are ids, as of an embedding.
-            if place is None or place.itemsize != tensor.element_size() or 0 in shape or not shape or not tensor.numel():
+            if (
+                place is None
+                or place.itemsize != tensor.element_size()
+                or 0 in shape
+                or not shape
+                or not tensor.numel()
+            ):
                 continue
             if not tensor.dim():
                 continue

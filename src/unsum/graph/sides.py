@@ -186,7 +186,9 @@ class Sides(TorchFunctionMode):
 
 
 def _counts(tensor: Tensor) -> bool:
-    return tensor.dtype != torch.bool and torch.equal(tensor, torch.arange(len(tensor), device=tensor.device).to(tensor))
+    return tensor.dtype != torch.bool and torch.equal(
+        tensor, torch.arange(len(tensor), device=tensor.device).to(tensor)
+    )
 
 
 def _is_real(tensor: Tensor) -> bool:

@@ -28,10 +28,13 @@ from unsum.plan.teams import teams
 from unsum.travel import Journey
 from unsum.travel.climb import climb
 from unsum.travel.values import Claims, drawn
-from unsum.travel.walk import Walked, walk
+from unsum.travel.walk import Walked, trail, walk
 
 log = logging.getLogger("unsum")
 
+# cuDNN's attention prepares itself for the first gradient of a shape that a thread hands to it, and gives nonsense for
+# others that lie otherwise in memory: a call of ours must not be the first.
+_NOT_CALLED = "ScaledDotProductCudnn"
 _LOOKS = ("TBackward0", "TransposeBackward0", "ToCopyBackward0", "ViewBackward0", "PermuteBackward0")
 
 
@@ -104,7 +107,8 @@ def learn(
         if not is_lasting:
             return plan, None
         rows = [] if marked else _with_rows(walked, setting.rows)
-        return plan, _remembered(walked, place, setting, {place[node] for node, _, _ in rows} & plan.owned.keys())
+        seen = {place[node] for node, _, _ in rows} & plan.owned.keys()
+        return plan, _remembered(walked, place, nodes, setting, seen)
     _refuse_named(walked, setting)
     return _by_values(roots, grads, nodes, cut, walked.mixing, n, setting, marked=marked), None
 
@@ -116,12 +120,12 @@ def _judged(cut: Cut, n: int, setting: Setting, *, marked: bool) -> tuple[Cut, W
     while True:
         walked = _walk(cut, cut.starts, n, setting, silent)
         claims = Claims(n)
-        audit = Audit(n, setting.is_data, strict=setting.strict) if setting.rules else None
+        audit = Audit(n, setting.may_be_data, strict=setting.strict) if setting.rules else None
         for node, owners in walked.owners.items():
             if owners is None:
                 continue
             said = walked.said.get(node, {}) if n > 1 else {}
-            if said and not claims.is_new(_geometry(node, owners, said)):
+            if said and (node.name().startswith(_NOT_CALLED) or not claims.is_new(_geometry(node, owners, said))):
                 said = {}
             has_rules = audit is not None and audit.candidates(node, owners)
             if said or has_rules:
@@ -255,7 +259,7 @@ def _by_values(
         if not all_are_seen(cut.starts, looked_at, n):
             raise
         swept = _sweep(cut, n, suspects, looked_at, setting, marked=marked)
-    audit = Audit(n, setting.is_data, strict=setting.strict) if setting.rules else None
+    audit = Audit(n, setting.may_be_data, strict=setting.strict) if setting.rules else None
     if audit is not None:
         claims = Claims(n)
         for node, owners in swept.owners.items():
@@ -338,8 +342,11 @@ def _compare_rows(node: Node, owners: Owners, rows: Rows) -> None:
         )
 
 
-def _remembered(walked: Walked, place: Mapping[Node, int], setting: Setting, rows: Collection[int]) -> Judged:
+def _remembered(
+    walked: Walked, place: Mapping[Node, int], nodes: Sequence[Node], setting: Setting, rows: Collection[int]
+) -> Judged:
     return Judged(
+        trail=None if setting.exact else trail(walked, place, nodes),
         rows=frozenset(rows),
         weights=frozenset(place[node] for node in walked.owners if not setting.may_be_data(node)),
         silent=frozenset(place[node] for node in walked.asked),

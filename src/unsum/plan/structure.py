@@ -22,7 +22,7 @@ from unsum.plan.routes import skippable
 from unsum.plan.teams import teams
 from unsum.rules.registry import Call
 from unsum.travel import Journey
-from unsum.travel.walk import Walked, walk
+from unsum.travel.walk import Trail, walk
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Judged:
     silent: frozenset[int]  # at which values decide, in every batch
     rows: frozenset[int]  # that have saved rows of an input, which say whose they are as well
     moved: dict[tuple[int, int], str]  # edges at which indices decide, and which layout they led to
+    trail: Trail | None  # how the table goes through it; None if values must be asked
     skips: dict[frozenset[str], frozenset[str]] = field(default_factory=dict)  # which gradients torch need not compute
 
     @property
@@ -75,15 +76,12 @@ def derived(
 ) -> Plan | None:
     """The plan for a graph of this structure; None if it does not follow, and the graph must be judged itself. Where a
     plan for the `same_sizes` is at hand, only what indices and values decide is found anew."""
-    expected = {(nodes[place], edge): form for (place, edge), form in judged.moved.items()}
-    weights = {nodes[place] for place in judged.weights}
-    journey = Journey(n, expected)
-    walked = walk(nodes, starts, journey, lambda node: node not in weights, {nodes[place] for place in judged.silent})
-    if walked.mixing or walked.hidden or not _are_alike(walked, judged, nodes) or not _are_true(journey.holds):
+    found = _owners(plan, judged, nodes, starts, n)
+    if found is None:
         return None
     owned: dict[int, Owners] = {}
     for place in plan.owned:
-        owners = walked.owners.get(nodes[place])
+        owners = found[place]
         if owners is None:
             return None
         owned[place] = owners
@@ -93,10 +91,10 @@ def derived(
             return None
     routes: dict[int, tuple[Route, ...]] = {}
     for place, there in plan.routes.items():
-        found = [_fitted(route, nodes[place], owned[place][0], n) for route in there]
-        if any(route is None for route in found):
+        fitted = [_fitted(route, nodes[place], owned[place][0], n) for route in there]
+        if any(route is None for route in fitted):
             return None
-        routes[place] = tuple(route for route in found if route is not None)
+        routes[place] = tuple(route for route in fitted if route is not None)
     doubts = any(isinstance(layout, Mapped) and layout.has_unseen for each in owned.values() for layout in each)
     if same_sizes is not None:
         return replace(same_sizes, owned=owned, routes=routes, has_doubts=doubts, layouts=tuple(starts.values()))
@@ -120,10 +118,21 @@ def derived(
     )
 
 
-def _are_alike(walked: Walked, judged: Judged, nodes: Sequence[Node]) -> bool:
-    """Whether the same nodes have no owners."""
+def _owners(
+    plan: Plan, judged: Judged, nodes: Sequence[Node], starts: Mapping[Edge, Layout], n: int
+) -> Sequence[Owners | None] | None:
+    """The owners of all nodes, by place; None if they are not as they were when the structure was judged."""
+    journey = Journey(n, {(nodes[place], edge): form for (place, edge), form in judged.moved.items()})
+    if judged.trail is not None and n > 1:
+        found = judged.trail.follow(nodes, starts, plan.cut, journey)
+        return found if found is not None and _are_true(journey.holds) else None
+    weights = {nodes[place] for place in judged.weights}
+    walked = walk(nodes, starts, journey, lambda node: node not in weights, {nodes[place] for place in judged.silent})
     nobodys = {node for node, owners in walked.owners.items() if owners is None}
-    return len(nobodys) == len(judged.nobodys) and all(nodes[place] in nobodys for place in judged.nobodys)
+    is_alike = len(nobodys) == len(judged.nobodys) and all(nodes[place] in nobodys for place in judged.nobodys)
+    if walked.mixing or walked.hidden or not is_alike or not _are_true(journey.holds):
+        return None
+    return [walked.owners.get(node) for node in nodes]
 
 
 def _are_true(holds: Sequence[Tensor]) -> bool:

@@ -24,7 +24,7 @@ from unsum.travel.table import MIXED, Answer
 
 
 # How far values may be from what is said of them: what is said of samples that mix is off by as much as it is large.
-_LOOSE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-3, torch.complex64: 1e-3}
+_LOOSE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-2, torch.complex64: 1e-2}
 
 
 def ask(node: Node, outs: Owners, n: int) -> tuple[list[Layout | Answer | None], list[Owners]]:
@@ -139,7 +139,8 @@ class Claims:
                 continue
             off, size = (other - one * self.of(layout, one)), other
             norms = torch.stack([torch.linalg.vector_norm(each.flatten()).double() for each in (off, size)])
-            self._said.append((node, _LOOSE.get(one.dtype, 5e-2)))
+            dtypes = (one.dtype, *(meta.dtype for meta in node._input_metadata))
+            self._said.append((node, max(_LOOSE.get(dtype, 1e-1) for dtype in dtypes)))
             self._off.append(norms.real)
         return plain, list(after)
 

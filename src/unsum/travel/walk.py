@@ -11,7 +11,7 @@ from torch.autograd.function import BackwardCFunction
 from unsum.graph.layout import Layout, Mapped, Regular, complete, merged
 from unsum.graph.nodes import Edge, Node, is_leaf
 from unsum.graph.owners import Owners
-from unsum.travel.table import MIXED, SILENT, Answer, Journey, down, start
+from unsum.travel.table import MIXED, SILENT, Answer, At, Journey, Travel, down, entry, start
 from unsum.travel.values import ask
 
 
@@ -84,6 +84,72 @@ def walk(
                 if is_data(child):
                     found.mixing.setdefault(child, node)
     return found
+
+
+@dataclass(frozen=True)
+class Trail:
+    """What of a walk is the same for all graphs of a structure: the nodes at which the table speaks, by their places, and
+    those of their edges that lead on to data."""
+
+    steps: tuple[tuple[int, str, Travel, bool, tuple[tuple[int, int, int], ...]], ...]
+    widths: tuple[int, ...]  # how many results each node has
+
+    def follow(
+        self, nodes: Sequence[Node], starts: Mapping[Edge, Layout], places: Sequence[tuple[int, int]], journey: Journey
+    ) -> list[Owners | None] | None:
+        """The owners of the nodes of a graph, by place; None if the table does not say them as it did when the
+        structure was judged. `places` are those of the starts."""
+        owners: list[Owners | None] = [None] * len(nodes)
+        for (place, output), layout in zip(places, starts.values(), strict=True):
+            if not self._arrive(owners, place, output, layout, journey):
+                return None
+        for place, kind, travel, may_mix, edges in self.steps:
+            node, outs = nodes[place], owners[place]
+            layout = None if outs is None else next((out for out in outs if out is not None), None)
+            if layout is None or outs is None or (may_mix and _mixes(node, outs)):
+                return None
+            if isinstance(layout, Mapped):
+                outs = owners[place] = _filled(outs, journey)
+                at = start(node, outs or [], journey)
+                assert at is not None
+            else:
+                at = At(node, kind, outs, layout, journey)
+            at.kind = kind
+            for edge, child, output in edges:
+                shape = tuple(nodes[child]._input_metadata[output].shape)
+                if isinstance(at.layout, Mapped):
+                    answer = down(at, edge, shape)
+                else:
+                    at.edge, at.arg = edge, shape
+                    answer = travel(at)
+                if isinstance(answer, Answer) or not self._arrive(owners, child, output, answer, journey):
+                    return None
+        return owners
+
+    def _arrive(self, owners: list[Owners | None], place: int, output: int, layout: Layout, journey: Journey) -> bool:
+        outs = owners[place]
+        if outs is None:
+            outs = owners[place] = [None] * self.widths[place]
+        known = outs[output]
+        if known is None:
+            outs[output] = layout
+            return True
+        outs[output] = merged(known, layout, journey.n, journey.holds)
+        return outs[output] is not None
+
+
+def trail(walked: Walked, place: Mapping[Node, int], nodes: Sequence[Node]) -> Trail | None:
+    """What can be followed again; None if values had to be asked somewhere."""
+    if walked.asked:
+        return None
+    steps = []
+    for node, said in walked.said.items():
+        onward = [(edge, *node.next_functions[edge]) for edge in said]
+        edges = tuple((edge, place[c], output) for edge, c, output in onward if walked.owners.get(c) is not None)
+        kind, travel = entry(node.name())
+        if edges and travel is not None:
+            steps.append((place[node], kind, travel, "BatchNorm" in kind, edges))
+    return Trail(tuple(steps), tuple(0 if is_leaf(node) else len(node._input_metadata) for node in nodes))
 
 
 INDEXED = frozenset({"Index", "UnsafeIndex", "IndexSelect", "IndexAdd", "IndexCopy", "IndexPut", "IndexPutImpl"})
