@@ -25,7 +25,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}  # of the largest sample's gradient, over all parameters
+# cuDNN rounds convolutions to TF32, as torch has it by default.
+TOLERANCE = {"float32": 2e-3, "bfloat16": 5e-2}  # of the largest sample's gradient, over all parameters
 OUTCOMES = ("right", "refused", "wrong", "crash", "plain torch fails", "took too long", "process ended", "not run")
 SEVERITY = ("wrong", "crash", "refused", "right", "plain torch fails")  # the first of these that a step had
 

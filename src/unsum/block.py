@@ -327,7 +327,10 @@ class GradientsBlock:
         if not self._options.grad:
             skipped = plan.spare
         else:
-            takes = [takes_as(r, Norms) or (takes_as(r, WeightedSum) and r.clips) for r in self._options.reducers]
+            takes = [
+                takes_as(r, Norms) or (isinstance(r, WeightedSum) and takes_as(r, WeightedSum) and r.clips)
+                for r in self._options.reducers
+            ]
             skipped = plan.cheap if any(takes) else frozenset()
             if len(takes) == 1 and takes_as(self._options.reducers[0], Norms) and not self._options.keep:
                 left = left_to_torch(plan, nodes, self._setting.wanted, self._found.by_id)

@@ -1,4 +1,4 @@
-"""Does an output depend on other samples than its own? Asked of the model itself, by running it again with other inputs.
+"""Does an output depend on other samples than its own? Asked of the model, by running it again with other inputs.
 
 For every bit of the samples' numbers, the inputs of those that have it are replaced, and of those that do not. A
 position that changes both times mixes samples, also where the graph shows no trace of it. No gradients, no hooks; the

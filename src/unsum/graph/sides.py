@@ -43,7 +43,6 @@ class Sides(TorchFunctionMode):
         self._model: nn.Module | None = model
         self._parameters: set[int] = set()
         self._has_left = False  # whether data has left torch in the call under way
-        self.rows: Rows | None = None  # of inputs, to be followed into copies
 
     def _prepare(self) -> None:
         """What hangs on modules is a weight. Looked up when the first call is seen: most blocks watch none."""

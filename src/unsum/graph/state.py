@@ -23,8 +23,8 @@ _FIXED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType,
 
 
 class State:
-    """The state of a model as it is now, to be put back later, any number of times. What cannot be put back (a generator
-    that is under way) is refused by raising, unless `strict` is false."""
+    """The state of a model as it is now, to be put back later, any number of times. What cannot be put back (a
+    generator that is under way) is refused by raising, unless `strict` is false."""
 
     def __init__(self, model: nn.Module, *, strict: bool = True) -> None:
         self._strict = strict
@@ -63,10 +63,10 @@ class State:
             self._take_dict(value)
         elif isinstance(value, list | collections.deque):
             kept = [self._take(each) for each in value]
-            self._undo.append(lambda: (value.clear(), value.extend(kept))[0])
+            self._undo.append(lambda: _refill(value, value.extend, kept))
         elif isinstance(value, set):
             whole = set(value)
-            self._undo.append(lambda: (value.clear(), value.update(whole))[0])
+            self._undo.append(lambda: _refill(value, value.update, whole))
         elif isinstance(value, tuple | frozenset):
             for each in value:
                 self._take(each)
@@ -112,6 +112,11 @@ class State:
                     value.data.copy_(whole)
 
         self._undo.append(undo)
+
+
+def _refill(value: Any, put: Callable[[Any], Any], kept: Any) -> None:
+    value.clear()
+    put(kept)
 
 
 def _setter(put: Callable[[Any], Any], state: Any) -> Callable[[], None]:

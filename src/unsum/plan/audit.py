@@ -4,7 +4,7 @@ gives for δ·w[owner]: truth is torch's arithmetic on the user's own model, nev
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 
 import torch
@@ -22,7 +22,7 @@ from unsum.graph.replay import Grads, replay
 from unsum.holding import Size, size_of
 from unsum.rules.follow import follow
 from unsum.rules.registry import Call, Rule, find
-from unsum.travel.values import Claims
+from unsum.travel.values import Claims, drawn
 
 _PRECISE = {torch.float64: 1e-9, torch.float32: 1e-3}
 
@@ -72,7 +72,7 @@ class Audit:
                 self.followed[node, edge] = sum_comes_with_norms(kind)
                 self.sizes[node, edge] = size_of(kind)
 
-    def finish(self, draw: Callable[[Node], Grads]) -> None:
+    def finish(self, owners: Mapping[Node, Owners | None]) -> None:
         """Compare."""
         places: dict[torch.device, list[int]] = {}
         for k, (_, _, norms, _) in enumerate(self._open):
@@ -83,7 +83,9 @@ class Audit:
                 node, edge, _, tolerance = self._open[k]
                 if not isfinite(size):
                     self.is_complete = False  # a NaN in the data: to be tried again with the next batch
-                elif not off <= tolerance * size and not off <= tolerance * _without_cancelling(node, draw(node), edge):
+                elif not off <= tolerance * size and not off <= tolerance * _without_cancelling(
+                    node, drawn(node, owners[node] or []), edge
+                ):
                     self._mismatch(self.rules.pop((node, edge)), node)
                     self.followed.pop((node, edge), None)
         self._open.clear()

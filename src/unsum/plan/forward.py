@@ -237,9 +237,9 @@ class Forward:
         call = self._call
         self._try(output)
         tensors = [tensor for _, tensor in leaves(output)]
-        if self._seen is None and any(list(tensor.shape).count(self._n) > 1 for tensor in tensors):
-            for tensor, owners in self._inputs:  # sizes coincide: to know copies of the inputs again
-                self.rows.take_prints(tensor, owners)
+        if self._seen is None and any(sum(size == self._n for size in tensor.shape) > 1 for tensor in tensors):
+            for tensor, layout in self._inputs:  # sizes coincide: to know copies of the inputs again
+                self.rows.take_prints(tensor, layout)
         self._inputs = []
         outputs = tuple(self._has_samples(k, tensor) for k, tensor in enumerate(tensors))
         for tensor, has_samples in zip(tensors, outputs, strict=True):
@@ -302,8 +302,8 @@ class Forward:
             key = node.name(), node._sequence_nr(), output
             if key not in self._verified:
                 raise UnsupportedError(
-                    f"verify=True: the samples of this loss start at {node.name()}, which is no output of the model, and "
-                    "the model cannot be asked again whether they interact there.\n  return what the loss is made of, or "
+                    f"verify=True: the samples of this loss start at {node.name()}, which is no output of the model: "
+                    "it cannot be asked again whether they interact there.\n  return what the loss is made of, or "
                     "leave verify=True out"
                 )
             if (found := self._verified[key]) is not None:

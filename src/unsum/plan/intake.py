@@ -90,9 +90,12 @@ class Intake:
         return self._together.waits
 
     def digests(self, plan: Plan, nodes: Sequence[Node]) -> Digests | None:
-        """The meetings of this graph that recordings may serve, if reducers read numbers and nothing is held."""
+        """The meetings of this graph that recordings may serve, if reducers read numbers and nothing is held. Not when
+        sizes are new: they may never come again."""
+        if len(plan.uses) < 2:
+            plan.uses.append(None)
         held = self._keep or self._check or self._only is not None
-        if held or not self._pooled or not plan.lasting or not is_readable(self._reducers):
+        if held or not self._pooled or not plan.lasting or len(plan.uses) == 1 or not is_readable(self._reducers):
             return None
         keys = {name: key for key, name in self._names.items()}
         readers: Sequence[Any] = self._reducers

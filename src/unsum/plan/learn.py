@@ -27,7 +27,7 @@ from unsum.plan.structure import Judged
 from unsum.plan.teams import teams
 from unsum.travel import Journey
 from unsum.travel.climb import climb
-from unsum.travel.values import Claims, drawn
+from unsum.travel.values import Claims
 from unsum.travel.walk import Walked, trail, walk
 
 log = logging.getLogger("unsum")
@@ -62,8 +62,8 @@ class Setting:
         return self.sides.is_weight(node) or (self.sides.is_blind and not self.rows.are_saved_by(node))
 
     def may_be_data(self, node: Node) -> bool:
-        """Whether it was not seen that this node does not depend on data. Of a forward that was not watched, nothing was
-        seen: what is no weight by its looks is data then."""
+        """Whether it was not seen that this node does not depend on data. Of a forward that was not watched, nothing
+        was seen: what is no weight by its looks is data then."""
         return self.is_data(node) or (self.sides.is_blind and not self._leads_to_parameters(node))
 
     def _leads_to_parameters(self, node: Node) -> bool:
@@ -135,7 +135,7 @@ def _judged(cut: Cut, n: int, setting: Setting, *, marked: bool) -> tuple[Cut, W
         wrong = claims.contradicted()
         if not wrong:
             if audit is not None:
-                audit.finish(lambda node: drawn(node, walked.owners[node] or []))
+                audit.finish(walked.owners)
             return cut, walked, audit
         names = ", ".join(sorted({node.name() for node in wrong}))
         if setting.strict:
@@ -265,7 +265,7 @@ def _by_values(
         for node, owners in swept.owners.items():
             if owners is not None and audit.candidates(node, owners):
                 audit.add(node, owners, *claims.compare(node, owners, {}), claims)
-        audit.finish(lambda node: drawn(node, swept.owners[node] or []))
+        audit.finish(swept.owners)
     return _plan(cut, swept, n, nodes, setting, audit)
 
 
@@ -273,7 +273,7 @@ def _cut(
     roots: Sequence[Any], nodes: Sequence[Node], known: Mapping[Edge, Layout], n: int, setting: Setting, *, marked: bool
 ) -> tuple[Cut, Mapping[Edge, Layout]]:
     """The cut, at the outputs of the model or at what the user has marked. Where these do not lie on the loss's way, or
-    a parameter meets data beyond them: as far up as the samples can be followed, from them and from the rows of inputs."""
+    a parameter meets data beyond them: as far up as samples can be followed, from them and from the rows of inputs."""
     cut = find_cut(roots, known, setting.is_data)
     met = parameters_met_outside(cut, setting.names, setting.is_weight)
     if cut.starts and not met:
@@ -289,8 +289,8 @@ def _cut(
         node, name = met[0]
         raise SamplesError(
             f"{name} meets data at {node.name()}, where the samples are unknown: their gradients are summed there "
-            "already, or they cannot be followed so far.\n  unsum.mark_samples(losses) says whose each loss is; or leave "
-            f"{name} out: params="
+            "already, or they cannot be followed so far.\n  unsum.mark_samples(losses) says whose each loss is; or "
+            f"leave {name} out: params="
         )
     return cut, known
 

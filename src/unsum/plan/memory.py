@@ -1,5 +1,5 @@
-"""What is remembered of a model, across blocks and without holding it: the structures of its graphs with their plans, and
-the calls that led to them."""
+"""What is remembered of a model, across blocks and without holding it: the structures of its graphs with their plans,
+and the calls that led to them."""
 
 from __future__ import annotations
 

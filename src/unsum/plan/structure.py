@@ -115,6 +115,7 @@ def derived(
         has_doubts=doubts,
         grouped={},
         recordings={},
+        uses=[],
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -27,7 +27,7 @@ class Team:
 
 
 def teams(
-    nodes: Sequence[Node], routes: Mapping[int, Sequence[Route]], mixed: set[Node], alone: set[str]
+    nodes: Sequence[Node], routes: Mapping[int, Sequence[Route]], mixed: set[Node], alone: Collection[str]
 ) -> dict[int, Team]:
     """The meetings that others of their shape may join. `alone`: parameters that are met just once."""
     alike: dict[Hashable, list[int]] = {}
@@ -53,7 +53,7 @@ def teams(
     return found
 
 
-def _fits(route: Route, node: Node, alone: set[str]) -> bool:
+def _fits(route: Route, node: Node, alone: Collection[str]) -> bool:
     layout = route.by.layout
     if route.parameter not in alone or route.rule.rows is None or not isinstance(layout, Regular):
         return False

@@ -81,7 +81,7 @@ class Rule:
     rows: tuple[str, ...] | None = None  # what it reads of the node, if layers of one shape may be taken together
 
     def applies(self, node: Node, layout: Layout, n: int, shape: tuple[int, ...]) -> Positions | None:
-        """How to take the node's gradient apart; None if the rule does not hold here, or there is nothing to compute."""
+        """How to take the node's gradient apart; None if the rule does not hold here, or nothing is to be computed."""
         return None if 0 in shape else positions(layout, n, self.features(node, shape))
 
 

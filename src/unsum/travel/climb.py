@@ -143,6 +143,6 @@ MOVED: dict[str, Callable[[Node, int, dict[int, Tensor]], Tensor | None]] = {
     "MaskedSelect": lambda node, output, owners: owners[0].masked_select(node._saved_mask.cpu()),
     "Flip": lambda node, output, owners: owners[0].flip(tuple(node._saved_dims)),
     "Roll": lambda node, output, owners: owners[0].roll(
-        tuple(map(signed, node._saved_shifts)), tuple(node._saved_dims) or None
+        tuple(map(signed, node._saved_shifts)), tuple(node._saved_dims)
     ),
 }

@@ -1,4 +1,4 @@
-"""Tensors that are cut, joined, padded, turned over and repeated: along the samples, owners are moved as numbers are."""
+"""Tensors that are cut, joined, padded, turned over, repeated: along the samples, owners are moved as numbers are."""
 
 from __future__ import annotations
 

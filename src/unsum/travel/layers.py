@@ -16,8 +16,8 @@ def convolution(at: At) -> Layout | Answer:
     return at.same() if at.edge == 0 else MIXED
 
 
-@travels("", prefixes="AvgPool AdaptiveAvgPool MaxPool AdaptiveMaxPool FractionalMaxPool MaxUnpool MkldnnAdaptiveAvgPool "
-         "Upsample MkldnnMaxPool ReflectionPad ReplicationPad QuantizedMaxPool")  # fmt: skip
+@travels("", prefixes="AvgPool AdaptiveAvgPool MaxPool AdaptiveMaxPool FractionalMaxPool MaxUnpool "
+         "MkldnnAdaptiveAvgPool Upsample MkldnnMaxPool ReflectionPad ReplicationPad QuantizedMaxPool")  # fmt: skip
 def pool(at: At) -> Layout | Answer:
     """Along the last dimensions, of which the kind's name says how many."""
     found = re.search(r"(\d)D", at.kind)

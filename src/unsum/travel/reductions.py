@@ -17,7 +17,7 @@ def reduce(at: At) -> Layout | Answer:
     """What is reduced away was of the same sample; the other dimensions keep their order."""
     rank = len(at.arg)
     dims = set(at.dims(rank=rank))
-    if not dims or dims & set(at.varies) and len(at.shape) == rank:
+    if not dims or (dims & set(at.varies) and len(at.shape) == rank):
         return SILENT
     if len(at.shape) == rank:
         return at.same()
@@ -72,8 +72,8 @@ def _stacked(owners: list[Tensor | None], like: Tensor) -> Tensor:
 
 
 @travels("", prefixes="LinalgSolve LinalgInv Cholesky LinalgCholesky LinalgEigh LinalgEig LinalgSvd LinalgQr LinalgDet "
-         "LinalgSlogdet LinalgSolveTriangular LinalgMatrixExp LinalgPinv LinalgLu TriangularSolve CholeskyInverse Trace "
-         "Logdet Slogdet LinalgHouseholder")  # fmt: skip
+         "LinalgSlogdet LinalgSolveTriangular LinalgMatrixExp LinalgPinv LinalgLu TriangularSolve CholeskyInverse "
+         "Trace Logdet Slogdet LinalgHouseholder")  # fmt: skip
 def matrices(at: At) -> Layout | Answer:
     """Matrices side by side: the last two dimensions of an argument are its own."""
     return at.same_if(all(d < len(at.arg) - 2 for d in at.varies))

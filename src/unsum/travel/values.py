@@ -1,5 +1,5 @@
-"""What nodes say by their values. A node is called by hand with a random gradient, and again with every sample's part of
-it multiplied by a factor of its own: what comes out tells whose each position of its arguments is.
+"""What nodes say by their values. A node is called by hand with a random gradient, and again with every sample's part
+of it multiplied by a factor of its own: what comes out tells whose each position of its arguments is.
 
 Where the table is silent, the node is asked (`ask`). Where the table speaks, its word is compared once, on the first
 batch of a structure (`Claims`), and so are the rules that are to be used there (`audit`).
@@ -21,7 +21,6 @@ from unsum.graph.nodes import Node
 from unsum.graph.owners import Owners, hidden_owners, in_range, refuse_changing
 from unsum.graph.replay import Grads, Heard, replay
 from unsum.travel.table import MIXED, Answer
-
 
 # How far values may be from what is said of them: what is said of samples that mix is off by as much as it is large.
 _LOOSE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-2, torch.complex64: 1e-2}
@@ -83,6 +82,9 @@ def drawn(node: Node, outs: Owners) -> list[Tensor | None]:
             found.append(None)
             continue
         value = _random(tuple(meta.shape), meta.dtype, meta.device)
+        like = getattr(node, "_saved_output", None)
+        if isinstance(like, Tensor) and like.shape == value.shape:  # some kernels want it to lie in memory as it does
+            value = torch.empty_like(like).copy_(value)
         if isinstance(out, Mapped) and not out.is_whole:
             value = value.masked_fill(out.beside(out.map.to(value.device) == UNSEEN), 0)
         found.append(value)
@@ -90,7 +92,7 @@ def drawn(node: Node, outs: Owners) -> list[Tensor | None]:
 
 
 class Claims:
-    """What is said of nodes, compared with their values; read all at once, since a GPU would be waited for each time."""
+    """What is said of nodes, compared with their values; read all at once, for a GPU would be waited for each time."""
 
     def __init__(self, n: int) -> None:
         generator = torch.Generator().manual_seed(n)
@@ -124,8 +126,8 @@ class Claims:
     def compare(
         self, node: Node, outs: Owners, said: Mapping[int, Layout]
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Note how far the node's values are from what is said of its edges. Returns a gradient, and what the node sends
-        along its edges for the same gradient, each sample's part times its factor."""
+        """Note how far the node's values are from what is said of its edges. Returns a gradient, and what the node
+        sends along its edges for the same gradient, each sample's part times its factor."""
         plain = drawn(node, outs)
         scaled = [
             None if grad is None or out is None else grad * self.of(out, grad)

@@ -73,12 +73,12 @@ def walk(
             if at is not None and at.kind in INDEXED:
                 found.moved.update({(node, k): _form(said) for k, said in found.said[node].items()})
         for k, child, output in edges:
-            answer = answers[k]
-            if answer is None or is_leaf(child):
+            told = answers[k]
+            if told is None or is_leaf(child):
                 continue
-            if isinstance(answer, Mapped) and not is_data(child):
-                answer = MIXED  # each expert may have had one sample's tokens
-            if isinstance(answer, Answer) or not _arrive(arriving, child, output, answer, journey):
+            if isinstance(told, Mapped) and not is_data(child):
+                told = MIXED  # each expert may have had one sample's tokens
+            if isinstance(told, Answer) or not _arrive(arriving, child, output, told, journey):
                 arriving[child] = None
                 found.mixed.setdefault(child, node)
                 if is_data(child):
@@ -88,8 +88,8 @@ def walk(
 
 @dataclass(frozen=True)
 class Trail:
-    """What of a walk is the same for all graphs of a structure: the nodes at which the table speaks, by their places, and
-    those of their edges that lead on to data."""
+    """What of a walk is the same for all graphs of a structure: the nodes at which the table speaks, by their places,
+    and those of their edges that lead on to data."""
 
     steps: tuple[tuple[int, str, Travel, bool, tuple[tuple[int, int, int], ...]], ...]
     widths: tuple[int, ...]  # how many results each node has
@@ -105,15 +105,15 @@ class Trail:
                 return None
         for place, kind, travel, may_mix, edges in self.steps:
             node, outs = nodes[place], owners[place]
-            layout = None if outs is None else next((out for out in outs if out is not None), None)
-            if layout is None or outs is None or (may_mix and _mixes(node, outs)):
+            first = None if outs is None else next((out for out in outs if out is not None), None)
+            if first is None or outs is None or (may_mix and _mixes(node, outs)):
                 return None
-            if isinstance(layout, Mapped):
+            if isinstance(first, Mapped):
                 outs = owners[place] = _filled(outs, journey)
                 at = start(node, outs or [], journey)
                 assert at is not None
             else:
-                at = At(node, kind, outs, layout, journey)
+                at = At(node, kind, outs, first, journey)
             at.kind = kind
             for edge, child, output in edges:
                 shape = tuple(nodes[child]._input_metadata[output].shape)
