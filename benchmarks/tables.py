@@ -142,6 +142,17 @@ def shapes(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def coverage(result: dict[str, Any]) -> str:
+    """Where values had to decide, by architecture and kind of node."""
+    rows = [row for row in result["rows"] if row["asked"] or row["swept"]]
+    share = f"torch {result['torch']}: {len(rows)} of {len(result['rows'])} architectures."
+    lines = [share, "", "| architecture | nodes with samples | where values decide |", "|---|---|---|"]
+    for row in rows:
+        kinds = ", ".join(f"{kind} ×{count}" for kind, count in row["asked"].items())
+        lines.append(f"| {row['name']} | {row['nodes']} | {'everywhere' if row['swept'] else kinds} |")
+    return "\n".join(lines) + "\n"
+
+
 TABLES = {
     "capture_overhead": capture_overhead,
     "norms_cpu": norms,
@@ -154,6 +165,7 @@ TABLES = {
     "growth_cuda": growth,
     "shapes_cpu": shapes,
     "shapes_cuda": shapes,
+    "coverage": coverage,
 }
 
 

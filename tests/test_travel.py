@@ -1,16 +1,21 @@
-"""The table of how samples travel against torch's own test bed: every operation of `op_db`, every node that it makes."""
+"""The table of how samples travel against torch's own test bed: every node that the operations of `op_db` make."""
 
 import warnings
 from collections import Counter
 
 import pytest
 import torch
+from reference import per_sample_gradients
+from torch import nn
+from torch.nn import functional as F
 
+import unsum
 from unsum.errors import UnsupportedError
 from unsum.graph.layout import Mapped, Regular, same
 from unsum.graph.nodes import below, is_leaf, ordered
 from unsum.nested import leaves
-from unsum.travel import MIXED, SILENT, Journey, down, start
+from unsum.travel import MIXED, SILENT, Journey, down, start, table
+from unsum.travel.table import entry
 from unsum.travel.values import ask
 
 
@@ -93,3 +98,75 @@ def test_the_table_never_contradicts_values(chunk):
     print(dict(counts))
     assert not wrong, f"{len(wrong)} wrong: " + "\n".join(wrong[:20])
     assert counts["right"] > 100
+
+
+# ---- without an entry, values decide -------------------------------------------------------------------------------
+
+
+class Many(nn.Module):
+    """As many kinds of operations as fit on a page: tokens, images, recurrence, routing."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.attend = nn.Embedding(11, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.up, self.down, self.norm = nn.Linear(8, 12), nn.Linear(12, 8), nn.LayerNorm(8)
+        self.conv, self.groups = nn.Conv1d(8, 8, 3, padding=1), nn.GroupNorm(2, 8)
+        self.cell, self.experts = nn.GRU(8, 8, batch_first=True), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, ids):
+        n, t = ids.shape
+        h = self.tokens(ids) + torch.linspace(0, 1, t, dtype=torch.float64)[:, None]
+        h = h + self.attend(h, h, h, need_weights=False)[0]
+        h = self.norm(h + self.down(F.gelu(self.up(h))))
+        one, two = h.chunk(2, -1)
+        h = torch.cat([one.sigmoid() * two, two.roll(1, 1).flip(1)], -1)
+        h = h + F.avg_pool1d(F.pad(self.groups(self.conv(h.mT)), (1, 1)), 3, 1).transpose(1, 2)
+        h = h + self.cell(h)[0] - h.mean(1, keepdim=True)
+        flat = h.reshape(n * t, 8)
+        out = torch.zeros_like(flat)
+        for k, expert in enumerate(self.experts):
+            rows = (ids.flatten() % 2 == k).nonzero()[:, 0]
+            out = out.index_add(0, rows, expert(flat[rows]))
+        h = torch.stack([out.view(n, t, 8), h], 1).softmax(-1).unbind(1)[0].squeeze(0)
+        h = torch.where(h > 0, h, h.exp()).clamp_min(0.1).log().view(n, t, 8)
+        top = h.logsumexp(1) + h.amax(1) + h.topk(1, 1)[0][:, 0] + h[torch.arange(n), ids[:, 0] % t]
+        scores = torch.bmm(top[:, None], h.transpose(1, 2))[:, 0].cumsum(1).sum(1, keepdim=True)
+        return self.head(top.tanh() + scores.sqrt().expand(n, 8).clone())
+
+
+def kinds_of(model):
+    out = model(torch.randint(11, (3, 5)))
+    return {entry(node.name())[0] for node in ordered([out.grad_fn]) if not is_leaf(node)}
+
+
+def test_a_page_of_operations_is_known_to_the_table():
+    known = {kind for kind in kinds_of(Many().double()) if entry(kind)[1] is not None}
+    assert len(known) > 35
+
+
+def entries_of(model):
+    """What the table is asked for, where it has an answer."""
+    found = {
+        k if k in table.TABLE else next((p for p in table.PREFIXES if k.startswith(p)), "") for k in kinds_of(model)
+    }
+    return sorted(found - {""})
+
+
+@pytest.mark.parametrize("kind", entries_of(Many().double()))
+def test_without_an_entry_of_the_table_values_decide_and_are_right(kind, monkeypatch):
+    torch.manual_seed(0)
+    model = Many().double()
+    for entries in (table.TABLE, table.PREFIXES):
+        monkeypatch.setattr(table, "TABLE" if entries is table.TABLE else "PREFIXES", {
+            k: v for k, v in entries.items() if k != kind
+        })  # fmt: skip
+    monkeypatch.setattr(table, "_kinds", {})
+    loss = lambda model, ids: model(ids).square().sum()
+    for n, t in ((3, 5), (3, 5), (4, 6), (2, 4), (4, 4)):
+        ids = torch.randint(11, (n, t))
+        truth = per_sample_gradients(model, loss, ids)
+        with unsum.gradients(model, unsum.Norms()) as g:
+            loss(model, ids).backward()
+        for name, squares in g[unsum.Norms].by_parameter().items():
+            torch.testing.assert_close(squares, truth[name].flatten(1).square().sum(1), rtol=1e-7, atol=1e-9)

@@ -53,7 +53,7 @@ class State:
 
     def _take(self, value: Any) -> Any:
         """Remember a value; returns what is to stand in its place when it is put back."""
-        if isinstance(value, _FIXED) or isinstance(value, nn.Module) or id(value) in self._seen:
+        if isinstance(value, (*_FIXED, nn.Module)) or id(value) in self._seen:
             return value
         self._seen.add(id(value))
         self._held.append(value)

@@ -7,19 +7,21 @@ from math import prod
 from torch import Tensor
 
 from unsum.graph.layout import Layout, Mapped, Regular, reshaped
+from unsum.graph.nodes import signed
 from unsum.travel.table import MIXED, SILENT, Answer, At, travels
 
 
 @travels(
-    "Add Sub Rsub Mul Div Neg Exp Exp2 Expm1 Log Log1P Log2 Log10 Sqrt Rsqrt Reciprocal Pow Abs Square Sigmoid Tanh "
-    "Relu LeakyRelu Elu Celu Gelu Silu Mish Softplus Hardsigmoid Hardswish Hardtanh Hardshrink Softshrink Clamp ClampMin "
-    "ClampMax Erf Erfc Erfinv Sin Cos Tan Asin Acos Atan Atan2 Sinh Cosh Asinh Acosh Atanh Sinc Addcmul Addcdiv Lerp "
-    "Maximum Minimum Fmax Fmin Where MaskedFill NativeDropout PreluKernel RreluWithNoise LogSigmoid Threshold Sgn Fmod "
-    "Remainder NanToNum Logit Xlogy Hypot Logaddexp Logaddexp2 MseLoss L1Loss SmoothL1Loss HuberLoss KlDiv "
-    "BinaryCrossEntropy BinaryCrossEntropyWithLogits SoftMarginLoss Angle Complex Polar Clone ToCopy Alias Contiguous "
-    "Copy CopyBackwards Conj ResolveConj ConjPhysical Expand Tril Triu Copysign Lgamma Digamma I0 Ldexp FusedDropout "
-    "SpecialI0E SpecialI1 SpecialNdtri SpecialErfcx SpecialEntr SpecialXlog1Py SpecialLogNdtr ViewAs Detach "
-    "LogicalNot Polygamma Mvlgamma Float Double Nextafter Heaviside MaskedFillScalar NormalTensorTensor LiftFresh"
+    "Add Sub Rsub Mul Div Neg Exp Exp2 Expm1 Log Log1P Log2 Log10 Sqrt Rsqrt Reciprocal Pow Abs Square Sigmoid "
+    "Tanh Relu LeakyRelu Elu Celu Gelu Silu Mish Softplus Hardsigmoid Hardswish Hardtanh Hardshrink Softshrink "
+    "Clamp ClampMin ClampMax Erf Erfc Erfinv Sin Cos Tan Asin Acos Atan Atan2 Sinh Cosh Asinh Acosh Atanh Sinc "
+    "Addcmul Addcdiv Lerp Maximum Minimum Fmax Fmin Where MaskedFill NativeDropout PreluKernel RreluWithNoise "
+    "LogSigmoid Threshold Sgn Fmod Remainder NanToNum Logit Xlogy Hypot Logaddexp Logaddexp2 MseLoss L1Loss "
+    "SmoothL1Loss HuberLoss KlDiv BinaryCrossEntropy BinaryCrossEntropyWithLogits SoftMarginLoss Angle Complex "
+    "Polar Clone ToCopy Alias Contiguous Copy CopyBackwards Conj ResolveConj ConjPhysical Expand Tril Triu "
+    "Copysign Lgamma Digamma I0 Ldexp FusedDropout SpecialI0E SpecialI1 SpecialNdtri SpecialErfcx SpecialEntr "
+    "SpecialXlog1Py SpecialLogNdtr ViewAs Detach LogicalNot Polygamma Mvlgamma Float Double Nextafter Heaviside "
+    "MaskedFillScalar NormalTensorTensor LiftFresh"
 )
 def elementwise(at: At) -> Layout | Answer:
     """An argument that was spread over samples gets the sum of their gradients."""
@@ -41,6 +43,18 @@ def elementwise(at: At) -> Layout | Answer:
 def view(at: At) -> Layout | Answer:
     """The order of numbers is kept."""
     return reshaped(at.layout, at.arg, at.journey.n) if prod(at.shape) == prod(at.arg) else SILENT
+
+
+@travels("AsStrided")
+def as_strided(at: At) -> Layout | Answer:
+    """A view that torch has made anew after a change in place: of the same numbers in the same places. Others are
+    asked."""
+    shape, strides = at.arg, tuple(signed(stride) for stride in at.saved("stride"))
+    usual = [tuple(prod(shape[k + 1 :]) for k in range(len(shape)))]
+    if len(shape) > 3:  # channels last
+        inner = tuple(prod(shape[k + 1 :]) * shape[1] for k in range(2, len(shape)))
+        usual.append((prod(shape[1:]), 1, *inner))
+    return at.same_if(at.shape == shape and strides in usual)
 
 
 @travels("ViewAsReal ViewAsComplex Real Imag")

@@ -73,17 +73,16 @@ def batch_norm(at: At) -> Layout | Answer:
 
 @travels("CudnnRnn MkldnnRnnLayer")
 def recurrent(at: At) -> Layout | Answer:
-    """Outputs, inputs and states are (time or layers, batch, features), all others are weights. (cuDNN's may have the
-    batch first.)"""
-    first = bool(getattr(at.node, "_saved_batch_first", False))
+    """Outputs and inputs are (time, batch, features), or with the batch first; states are (layers, batch, features)."""
     output, *states = at.outs
     own = output if output is not None else next((state for state in states if state is not None), None)
-    wanted = 0 if first and output is not None else 1
-    if own is None or at.rows(own) is None or at.rows(own)[0] != wanted:  # type: ignore[index]
+    if own is None or len(own.shape) != 3 or (rows := at.rows(own)) is None:
         return SILENT
     if at.edge == 0:
-        return at.along(0 if first else 1, own)
-    return at.along(1, own) if len(at.arg) == 3 else SILENT if at.kind == "MkldnnRnnLayer" else MIXED
+        return at.along(rows[0], own) if output is not None else SILENT
+    if len(at.arg) != 3 or (output is None and rows[0] != 1):
+        return MIXED if at.kind == "CudnnRnn" and len(at.arg) < 3 else SILENT
+    return at.along(1, own)
 
 
 @travels("NllLoss NllLoss2D MultiMarginLoss MultilabelMarginLoss")
