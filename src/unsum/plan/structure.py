@@ -76,6 +76,8 @@ def derived(
 ) -> Plan | None:
     """The plan for a graph of this structure; None if it does not follow, and the graph must be judged itself. Where a
     plan for the `same_sizes` is at hand, only what indices and values decide is found anew."""
+    if same_sizes is not None and same_sizes.owners and judged.trail is not None:
+        return _moved(same_sizes, judged.trail, judged, nodes, n)
     found = _owners(plan, judged, nodes, starts, n)
     if found is None:
         return None
@@ -115,8 +117,27 @@ def derived(
         has_doubts=doubts,
         grouped={},
         recordings={},
+        owners=found if judged.moved and judged.trail is not None else (),
         uses=[],
     )
+
+
+def _moved(plan: Plan, trail: Trail, judged: Judged, nodes: Sequence[Node], n: int) -> Plan | None:
+    """The plan for a graph of the same sizes, in which indices move rows otherwise."""
+    journey = Journey(n, {(nodes[place], edge): form for (place, edge), form in judged.moved.items()})
+    found = trail.again(nodes, plan.owners, journey)
+    if found is None or not _are_true(journey.holds):
+        return None
+    owned = plan.owned | {place: owners for place, owners in found.items() if place in plan.owned}
+    routes = dict(plan.routes)
+    for place in found:
+        fitted = [_fitted(route, nodes[place], found[place][0], n) for route in routes.get(place, ())]
+        if any(route is None for route in fitted):
+            return None
+        if fitted:
+            routes[place] = tuple(route for route in fitted if route is not None)
+    doubts = any(isinstance(layout, Mapped) and layout.has_unseen for each in owned.values() for layout in each)
+    return replace(plan, owned=owned, routes=routes, has_doubts=doubts)
 
 
 def _owners(

@@ -126,6 +126,39 @@ class Trail:
                     return None
         return owners
 
+    def again(
+        self, nodes: Sequence[Node], before: Sequence[Owners | None], journey: Journey
+    ) -> dict[int, Owners] | None:
+        """Of a graph with the sizes of one that was followed before: the owners that indices decide, by place. None if
+        something else than these has changed."""
+        moved = [_is_moved(outs) for outs in before]
+        owners: list[Owners | None] = [None if far else outs for far, outs in zip(moved, before, strict=True)]
+        found: dict[int, Owners] = {}
+        for place, kind, _, _, edges in self.steps:
+            is_moved = moved[place]
+            if not is_moved and kind not in INDEXED:
+                continue
+            outs = owners[place]
+            if outs is None:
+                return None
+            if is_moved:
+                found[place] = outs
+            at = start(nodes[place], outs, journey)
+            assert at is not None
+            for edge, child, output in edges:
+                answer = down(at, edge, tuple(nodes[child]._input_metadata[output].shape))
+                known = before[child]
+                if isinstance(answer, Answer) or known is None:
+                    return None
+                if not moved[child]:
+                    if answer != known[output]:
+                        return None
+                elif self._arrive(owners, child, output, answer, journey):
+                    found[child] = owners[child] or []
+                else:
+                    return None
+        return found
+
     def _arrive(self, owners: list[Owners | None], place: int, output: int, layout: Layout, journey: Journey) -> bool:
         outs = owners[place]
         if outs is None:
@@ -153,6 +186,10 @@ def trail(walked: Walked, place: Mapping[Node, int], nodes: Sequence[Node]) -> T
 
 
 INDEXED = frozenset({"Index", "UnsafeIndex", "IndexSelect", "IndexAdd", "IndexCopy", "IndexPut", "IndexPutImpl"})
+
+
+def _is_moved(outs: Owners | None) -> bool:
+    return outs is not None and any(isinstance(out, Mapped) for out in outs)
 
 
 def _mixes(node: Node, outs: Owners) -> bool:
