@@ -170,3 +170,49 @@ def test_without_an_entry_of_the_table_values_decide_and_are_right(kind, monkeyp
             loss(model, ids).backward()
         for name, squares in g[unsum.Norms].by_parameter().items():
             torch.testing.assert_close(squares, truth[name].flatten(1).square().sum(1), rtol=1e-7, atol=1e-9)
+
+
+# ---- an entry that is wrong ------------------------------------------------------------------------------------------
+
+
+def planted(monkeypatch, kind, answer):
+    """A fault in the table: this kind of node is said to do something else."""
+    monkeypatch.setattr(table, "TABLE", {**table.TABLE, kind: answer})
+    monkeypatch.setattr(table, "_kinds", {})
+
+
+FAULTS = {
+    "a transposition that keeps samples where they are": ("Transpose", lambda at: at.same()),
+    "a flip that leaves rows in place": ("Flip", lambda at: at.same()),
+    "a view that gives each sample another's numbers": ("UnsafeView", lambda at: at.along(1)),
+    "an index that leaves rows in place": ("Index", lambda at: at.same()),
+}
+
+
+class Turns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):  # (4, 4, 4): all sizes coincide
+        h = self.a(x).transpose(0, 1).softmax(-1).transpose(0, 1).flip(0).flip(0)
+        order = torch.arange(len(h)).roll(1)
+        h = h[order][order.argsort()]
+        return self.b(torch.bmm(h, h.tanh()))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_entry_that_is_wrong_is_found_by_values(fault, monkeypatch, caplog):
+    torch.manual_seed(0)
+    model, x = Turns().double(), torch.randn(4, 4, 4, dtype=torch.float64)
+    loss = lambda model, x: model(x).square().sum()
+    planted(monkeypatch, *FAULTS[fault])
+    truth = per_sample_gradients(model, loss, x)
+    for _ in range(3):
+        with unsum.gradients(model) as g:
+            loss(model, x).backward()
+        for name, wanted in truth.items():
+            torch.testing.assert_close(g[name].per_sample(), wanted)
+    assert FAULTS[fault][0] in caplog.text
+    with pytest.raises(UnsupportedError, match="table"), unsum.gradients(Turns().double(), strict=True) as g:
+        loss(g._names.model, x).backward()

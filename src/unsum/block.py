@@ -95,6 +95,7 @@ class GradientsBlock:
         self._saved = Saved()
         self._sides = Sides(self._model, self._saved)
         self._forward = Forward(self._names, options.samples, self._sides, verify=options.verify)
+        self._sides.rows = self._forward.rows
         self._setting = Setting(
             self._sides, self._forward.rows, self._forward.seeds, self._forward.mismatch,
             self._found.unique(), self._found.by_id, self._forward.module_of,
@@ -366,6 +367,9 @@ class GradientsBlock:
         self._is_checked = True
         self._sides.is_blind = not self._forward.was_watched(made)
         nodes = ordered(_roots(call))
+        if self._sides.is_blind:
+            watch_again(self._model)  # whatever comes of it
+            known = known if self._forward.is_marked else self._forward.by_evidence(nodes)
         with self._learn():
             plan, judged = learn(
                 call.roots, call.grads, nodes, known, self._setting, n, made, marked=self._forward.is_marked

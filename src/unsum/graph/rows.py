@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from unsum.graph.layout import NOBODY, Layout, Regular, mapped, reshaped
+from unsum.graph.layout import NOBODY, Layout, Regular, complete, mapped, regular, reshaped
 from unsum.graph.nodes import Node
 from unsum.graph.saved import saved_by
 
@@ -44,6 +44,21 @@ class Rows:
         if isinstance(owners, Regular) and tensor.is_floating_point() and tensor.numel():
             self._prints.append((tensor.numel() // owners.n, _sums(tensor, owners)))
             del self._prints[:-16]
+
+    def by_prints(self, node: Node, shape: tuple[int, ...]) -> Layout | None:
+        """The layout of a node's output of this shape, if it has saved a copy of an input that fits just one."""
+        if not self._prints:
+            return None
+        found = [layout for n in {len(p) for _, p in self._prints} if n > 1 for layout in regular(shape, n)
+                 if self.resembles(node, layout)]  # fmt: skip
+        return found[0] if len(found) == 1 else None
+
+    def follow(self, tensor: Tensor, made: Tensor) -> None:
+        """A tensor was made of another of the same shape, number by number: it has the same rows."""
+        owners = self.of(tensor)
+        if owners is not None and tensor.shape == made.shape:
+            self.remember(made, owners)
+            self.take_prints(made, owners)
 
     def resembles(self, node: Node, layout: Layout) -> bool | None:
         """Whether a node has saved a copy of an input whose samples lie as the layout says; None if that cannot be
@@ -122,7 +137,7 @@ class Rows:
                     continue
                 rest = own.flatten(common) if own.dim() > common else own[..., None]
                 if bool((rest == rest[..., :1]).all()):
-                    return mapped(rest[..., 0]).widened(shape)
+                    return _regular(rest[..., 0], place.owners, shape)
         return None
 
     def _of_view(self, place: _Place, view: Tensor) -> Tensor:
@@ -130,6 +145,13 @@ class Rows:
         whole = torch.full((count,), NOBODY, dtype=torch.int32)
         whole.as_strided(place.shape, place.stride, place.offset).copy_(place.owners.owner())
         return whole.as_strided(view.shape, view.stride(), view.storage_offset())
+
+
+def _regular(rows: Tensor, owners: Layout, shape: tuple[int, ...]) -> Layout:
+    found = complete(rows, owners.n) if isinstance(owners, Regular) else None
+    if isinstance(found, Regular):
+        return Regular(shape, found.n, found.dim, found.block)
+    return mapped(rows).widened(shape)
 
 
 def _as_a_whole(place: _Place, view: Tensor) -> Regular | None:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unsum.graph.nodes import Node, below, is_leaf, ordered
+from unsum.graph.rows import Rows
 from unsum.graph.saved import Saved, saved_by
 from unsum.nested import leaves
 
@@ -25,6 +26,9 @@ from unsum.nested import leaves
 _LEAVE = {"tolist", "numpy", "__array__", "item", "__float__", "__dlpack__", "__iter__"}
 _RETURN = {"tensor", "as_tensor", "asarray", "new_tensor", "from_numpy", "frombuffer", "from_dlpack"}
 _CONVERT = {"long", "int", "short", "to", "type", "char", "byte", "floor", "round", "trunc", "ceil", "bool"}
+_ELEMENTWISE = {"to", "float", "double", "half", "bfloat16", "type", "contiguous", "clone", "add", "sub", "mul", "div",
+                "true_divide", "__add__", "__radd__", "__sub__", "__mul__", "__rmul__", "__truediv__", "neg", "clamp",
+                "log", "log1p", "exp", "sqrt", "tanh", "abs"}  # fmt: skip
 _LIKE_THE_FIRST = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 _PASSED_OVER = {"__set__", "backward", "register_hook", "size", "dim", "stride", "numel", "is_floating_point"}
 
@@ -43,6 +47,7 @@ class Sides(TorchFunctionMode):
         self._model: nn.Module | None = model
         self._parameters: set[int] = set()
         self._has_left = False  # whether data has left torch in the call under way
+        self.rows: Rows | None = None  # of inputs, to be found again in what is made of them number by number
 
     def _prepare(self) -> None:
         """What hangs on modules is a weight. Looked up when the first call is seen: most blocks watch none."""
@@ -76,7 +81,7 @@ class Sides(TorchFunctionMode):
     def given(self, tensor: Tensor, *, has_samples: bool) -> None:
         """A tensor is handed to the model. Positions (`arange(T)`) are no data, even if T is the number of samples."""
         self._prepare()
-        if tensor not in self._kinds and tensor.dim() == 1 and not _is_real(tensor) and _counts(tensor):
+        if tensor not in self._kinds and not _is_real(tensor) and _counts(tensor):
             self._kinds[tensor] = "positions"  # made before anybody watched
         if self._kinds.get(tensor) not in ("weight", "positions"):
             self._kinds[tensor] = ("data" if _is_real(tensor) else "ids") if has_samples else "made"
@@ -115,6 +120,9 @@ class Sides(TorchFunctionMode):
             result = func(*args, **kwargs)
         if name in _LEAVE and self.call is not None and kinds & {"data", "ids"}:
             self._has_left = True
+        is_like = name in _ELEMENTWISE and bool(inputs) and isinstance(result, Tensor)
+        if self.rows is not None and is_like and not result.requires_grad:
+            self.rows.follow(inputs[0], result)
         self._note_written(name, inputs, kinds)
         self._note_mixing(name, args, kwargs, kinds, result)
         for tensor in _tensors(result):
@@ -134,7 +142,7 @@ class Sides(TorchFunctionMode):
 
     def _result_kind(self, name: str, kinds: set[str], tensor: Tensor) -> str:
         is_real = _is_real(tensor)
-        if name == "arange" and not is_real:
+        if not is_real and (name == "arange" or kinds == {"positions"}):
             return "positions"
         if name in _RETURN and not kinds - {"made"} and self._has_left and tensor.numel() > 1:
             return "data" if is_real else "ids"
@@ -185,9 +193,10 @@ class Sides(TorchFunctionMode):
 
 
 def _counts(tensor: Tensor) -> bool:
-    return tensor.dtype != torch.bool and torch.equal(
-        tensor, torch.arange(len(tensor), device=tensor.device).to(tensor)
-    )
+    """Whether these are whole numbers in order, as `arange` makes them."""
+    if tensor.dtype == torch.bool or not tensor.dim():
+        return False
+    return torch.equal(tensor, torch.arange(tensor.numel(), device=tensor.device).to(tensor).view(tensor.shape))
 
 
 def _is_real(tensor: Tensor) -> bool:

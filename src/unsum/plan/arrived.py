@@ -26,6 +26,8 @@ class Arrived:
         """Wait, and take in what arrives while `hears()`. First of all hooks, to see what arrives and not what the
         user's own make of it."""
         for key, parameter in self._wanted.items():
+            if not parameter.requires_grad:  # frozen since the block began
+                continue
             self._handles.append(hooks.on_gradient(parameter, self._receiver(key, hears), first=True))
 
     def detach(self) -> None:

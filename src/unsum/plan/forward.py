@@ -16,14 +16,14 @@ from unsum import hooks
 from unsum import samples as sample_maps
 from unsum.errors import InteractionError, SamplesError, UnsupportedError
 from unsum.graph.layout import Layout
-from unsum.graph.nodes import Edge, Node, is_leaf
+from unsum.graph.nodes import Edge, Node, is_leaf, ordered
 from unsum.graph.probe import mixing
 from unsum.graph.rows import Rows
 from unsum.graph.sides import Sides
 from unsum.graph.state import State, without_hooks
 from unsum.inplace import Token, token
 from unsum.nested import leaves
-from unsum.plan.memory import Seen, forget_call, is_in_a_loop, know_call, known_call
+from unsum.plan.memory import Seen, forget_call, is_in_a_loop, know_call, known_call, meet_call
 from unsum.plan.signature import flags, sizes_of
 from unsum.sites import Names
 
@@ -68,7 +68,7 @@ class Forward:
         self._call = 0  # the one under way, or the last
         self.trying = False  # the model is being run for our own sake
         self._known: dict[tuple[str, int, int], Known] = {}
-        self._inner: dict[tuple[str, int, int], Known] = {}  # outputs of inner modules, while calls are watched
+        self._others: dict[tuple[str, int, int], Known] = {}  # outputs of the right size that had no samples before
         self._alive = 64
         self._starts: list[tuple[str, int]] = []
         self._spans: list[tuple[int, int, str]] = []  # which nodes each module call has made: from, to, name
@@ -84,7 +84,6 @@ class Forward:
         self._unwatched: set[int] = set()  # calls that were not watched
         self.passes = False  # whether calls inside this one need not be told
         self._n: int | None = None
-        self._inputs: list[tuple[Tensor, Layout]] = []  # of the call under way, if it is watched
         self.is_marked = False  # whether the user has said whose the tensors are that were found last
 
     def before(self, name: str, module: nn.Module, args: Any, kwargs: Any, *, anew: bool = False) -> None:
@@ -100,12 +99,13 @@ class Forward:
             self._starts.clear()
             raise nested(name or "the model")
         kind = self._samples if isinstance(self._samples, sample_maps.Dim) else sample_maps.Ids
-        self._key, self._given = (name, kind, flags(self._modules, self._parameters, given)), sizes_of(given)
+        k = self._samples.k if isinstance(self._samples, sample_maps.Dim) else 0
+        self._n = _number(given, k)
+        self._key = name, kind, flags(self._modules, self._parameters, given), self._n == 1
+        self._given = sizes_of(given)
         self._seen = None if anew else known_call(self._model, self._key, self._given)
         self._watch(self._seen is None)
         self.passes = self._seen is not None
-        k = self._samples.k if isinstance(self._samples, sample_maps.Dim) else 0
-        self._n = _number(given, k)
         self._shapes = ", ".join(str(tuple(t.shape)) for t in given)
         self._call = next(self._numbers)
         self._sides.begin(self._call)
@@ -175,10 +175,11 @@ class Forward:
                 self._sides.given(tensor, has_samples=layout is not None or self._is_flattened(tensor))
         for tensor, layout in zip(given, owners, strict=True):
             is_data = self._sides.is_given_data([tensor]) if self._seen is None else self._seen.is_data
-            if layout is not None and is_data:
+            is_clear = tensor is given[0] or sum(size == self._n for size in tensor.shape) == 1
+            if layout is not None and is_data and is_clear:
                 self.rows.remember(tensor, layout)
                 if self._seen is None:
-                    self._inputs.append((tensor, layout))
+                    self.rows.take_prints(tensor, layout)
         return self._seen.is_data if self._seen is not None else not given or self._sides.is_given_data(given)
 
     def _is_flattened(self, tensor: Tensor) -> bool:
@@ -195,7 +196,7 @@ class Forward:
         self._watch(False)
         self.passes = False
         self._known.clear()
-        self._inner.clear()
+        self._others.clear()
         self._spans.clear()
         self._starts.clear()
         self.rows.forget()
@@ -230,36 +231,30 @@ class Forward:
         name, start = self._starts.pop()
         self._spans.append((start, torch._C._autograd._get_sequence_nr(), name))
         if self._starts:
-            if self._seen is None and output is not None:
-                self._know_inner(output)
             return
         self._sides.call = None
         call = self._call
         self._try(output)
         tensors = [tensor for _, tensor in leaves(output)]
-        if self._seen is None and any(sum(size == self._n for size in tensor.shape) > 1 for tensor in tensors):
-            for tensor, layout in self._inputs:  # sizes coincide: to know copies of the inputs again
-                self.rows.take_prints(tensor, layout)
-        self._inputs = []
         outputs = tuple(self._has_samples(k, tensor) for k, tensor in enumerate(tensors))
         for tensor, has_samples in zip(tensors, outputs, strict=True):
             owners = self._samples.owners(tuple(tensor.shape), self._n) if has_samples else None
             if owners is not None:
                 self.know(tensor, owners, call)
+            elif self._seen is not None and tensor.grad_fn is not None:
+                self._note_other(tensor, call)
         if self._seen is not None:
             self._unwatched.add(call)
-        self._found[call] = self._key, self._given, self._seen or Seen(self._n is not None, outputs)
+        seen = self._seen or Seen(self._n is not None, outputs)
+        self._found[call] = self._key, self._given, seen
+        if self._seen is None and output is not None:
+            meet_call(self._model, self._key, seen)
 
-    def _know_inner(self, output: Any) -> None:
-        """An inner module has returned: what has the samples' dimension may be used where nothing else is known."""
-        for _, tensor in leaves(output):
-            owners = self._samples.owners(tuple(tensor.shape), self._n)
-            if owners is not None and tensor.grad_fn is not None and not self._sides.is_weight(tensor.grad_fn):
-                node = tensor.grad_fn
-                key = node.name(), node._sequence_nr(), tensor.output_nr
-                self._inner[key] = Known(weakref.ref(token(node)), owners, self._call)
-        if len(self._inner) > 10_000:
-            self._inner.clear()
+    def _note_other(self, tensor: Tensor, call: int) -> None:
+        owners, node = self._samples.owners(tuple(tensor.shape), self._n), tensor.grad_fn
+        if owners is not None and node is not None:
+            key = node.name(), node._sequence_nr(), tensor.output_nr
+            self._others[key] = Known(weakref.ref(token(node)), owners, call)
 
     def _has_samples(self, place: int, tensor: Tensor) -> bool:
         if tensor.grad_fn is None:
@@ -319,7 +314,6 @@ class Forward:
         self._known[node.name(), node._sequence_nr(), tensor.output_nr] = Known(
             weakref.ref(token(node)), owners, call, marked
         )
-        self.rows.remember(tensor, owners)
         if len(self._known) > 2 * self._alive:  # a long block: let go of graphs that are gone
             self._known = {key: known for key, known in self._known.items() if known.token() is not None}
             self._spans = self._spans[-10_000:]
@@ -344,17 +338,28 @@ class Forward:
         return {edge: entry.owners for edge, entry in found.items()}, calls
 
     def seeds(self, nodes: Sequence[Node]) -> dict[Edge, Layout]:
-        """Places in a graph whose samples the rows of inputs tell; if there are none, outputs of inner modules."""
+        """Places in a graph whose samples the rows of inputs tell, or copies of them."""
         found: dict[Edge, Layout] = {}
         for node in nodes:
             if is_leaf(node):
                 if (owners := self.rows.of(node.variable)) is not None:
                     found[node, 0] = owners
             elif len(node._input_metadata) == 1:
-                owners = self.rows.owners(node, tuple(node._input_metadata[0].shape))
+                shape = tuple(node._input_metadata[0].shape)
+                owners = self.rows.owners(node, shape) or self.rows.by_prints(node, shape)
                 if owners is not None:
                     found[node, 0] = owners
-        return found or {edge: entry.owners for edge, entry in _alive(self._inner, nodes).items()}
+        return found
+
+    def by_evidence(self, nodes: Sequence[Node]) -> dict[Edge, Layout]:
+        """Outputs of calls that were not watched, if they depend on rows of an input."""
+        told = {node for node in nodes if not is_leaf(node) and self.rows.are_saved_by(node)}
+        found = {**_alive(self._known, nodes), **_alive(self._others, nodes)}
+        return {
+            (node, output): entry.owners
+            for (node, output), entry in found.items()
+            if not told.isdisjoint(ordered([node]))
+        }
 
     def had_backward(self, calls: Collection[int]) -> None:
         """A backward of these calls begins."""

@@ -275,6 +275,11 @@ def _cut(
     """The cut, at the outputs of the model or at what the user has marked. Where these do not lie on the loss's way, or
     a parameter meets data beyond them: as far up as samples can be followed, from them and from the rows of inputs."""
     cut = find_cut(roots, known, setting.is_data)
+    if not marked and n > 1 and len(cut.starts) > 1 and setting.rows:  # sizes may coincide: rows of inputs say it
+        wrong = [edge for edge, owners in cut.starts.items() if _contradicts(cut, {edge: owners}, n, setting)]
+        if 0 < len(wrong) < len(cut.starts):
+            known = {edge: owners for edge, owners in known.items() if edge not in wrong}
+            cut = find_cut(roots, known, setting.is_data)
     met = parameters_met_outside(cut, setting.names, setting.is_weight)
     if cut.starts and not met:
         return cut, known
@@ -293,6 +298,14 @@ def _cut(
             f"leave {name} out: params="
         )
     return cut, known
+
+
+def _contradicts(cut: Cut, starts: Mapping[Edge, Layout], n: int, setting: Setting) -> bool:
+    """Whether rows of inputs say that no dimension of this tensor is the samples'."""
+    ((edge, owners),) = starts.items()
+    choices: list[Layout] = [Regular(owners.shape, n, dim, 1) for dim, size in enumerate(owners.shape) if size == n]
+    walks = [_walk(cut, {edge: layout}, n, setting) for layout in choices or [owners]]
+    return all(walked.mixing or _agrees(walked, setting.rows) is False for walked in walks)
 
 
 def unknown_samples(mismatch: str = "") -> SamplesError:

@@ -82,9 +82,12 @@ class Calls:
     seen: Seen
     sizes: OrderedDict[Hashable, int] = field(default_factory=OrderedDict)
     structures: set[Hashable] = field(default_factory=set)
+    vary: bool = False  # whether something else was seen of another of them: then each is watched
 
     def need_no_watching(self, sizes: Hashable) -> bool:
         """Whether such a call will lead to a graph that is known: these sizes did so twice, or all sizes do."""
+        if self.vary:
+            return False
         return self.sizes.get(sizes, 0) > 1 or (len(self.structures) == 1 and len(self.sizes) > 1)
 
 
@@ -92,6 +95,12 @@ def known_call(model: nn.Module, key: Hashable, sizes: Hashable) -> Seen | None:
     """What was seen of calls like this one, if it need not be watched."""
     calls = _calls.get(model, {}).get(key)
     return calls.seen if calls is not None and calls.need_no_watching(sizes) else None
+
+
+def meet_call(model: nn.Module, key: Hashable, seen: Seen) -> None:
+    """A call was watched: from one of which something else was seen, nothing follows for others."""
+    calls = _calls.setdefault(model, {}).setdefault(key, Calls(seen))
+    calls.vary = calls.vary or calls.seen != seen
 
 
 def know_call(model: nn.Module, key: Hashable, sizes: Hashable, seen: Seen, structure: Hashable) -> None:

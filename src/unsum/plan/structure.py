@@ -58,7 +58,7 @@ def starts_of(plan: Plan, nodes: Sequence[Node], known: Mapping[Edge, Layout], n
         size = shape[before.dim] if before.dim < len(shape) else -1
         is_whole = before.n * before.block == before.shape[before.dim]
         block = size // n if is_whole else before.block
-        if isinstance(said, Mapped) or size < 0 or size % (n * block or 1):
+        if isinstance(said, Mapped) or size < 0 or not block or size % (n * block):
             return None
         found[edge] = Regular(shape, n, before.dim, block)
     return found

@@ -134,11 +134,13 @@ class Trail:
         moved = [_is_moved(outs) for outs in before]
         owners: list[Owners | None] = [None if far else outs for far, outs in zip(moved, before, strict=True)]
         found: dict[int, Owners] = {}
-        for place, kind, _, _, edges in self.steps:
+        for place, kind, _, may_mix, edges in self.steps:
             is_moved = moved[place]
+            outs = owners[place]
+            if may_mix and outs is not None and _mixes(nodes[place], outs):
+                return None
             if not is_moved and kind not in INDEXED:
                 continue
-            outs = owners[place]
             if outs is None:
                 return None
             if is_moved:
@@ -176,12 +178,13 @@ def trail(walked: Walked, place: Mapping[Node, int], nodes: Sequence[Node]) -> T
     if walked.asked:
         return None
     steps = []
-    for node, said in walked.said.items():
-        onward = [(edge, *node.next_functions[edge]) for edge in said]
+    for node, owners in walked.owners.items():
+        onward = [(edge, *node.next_functions[edge]) for edge in walked.said.get(node, ())]
         edges = tuple((edge, place[c], output) for edge, c, output in onward if walked.owners.get(c) is not None)
         kind, travel = entry(node.name())
-        if edges and travel is not None:
-            steps.append((place[node], kind, travel, "BatchNorm" in kind, edges))
+        may_mix = owners is not None and ("BatchNorm" in kind or kind.startswith("Embedding"))
+        if travel is not None and (edges or may_mix):
+            steps.append((place[node], kind, travel, may_mix, edges))
     return Trail(tuple(steps), tuple(0 if is_leaf(node) else len(node._input_metadata) for node in nodes))
 
 
