@@ -184,7 +184,7 @@ def planted(monkeypatch, kind, answer):
 FAULTS = {
     "a transposition that keeps samples where they are": ("Transpose", lambda at: at.same()),
     "a flip that leaves rows in place": ("Flip", lambda at: at.same()),
-    "a view that gives each sample another's numbers": ("UnsafeView", lambda at: at.along(1)),
+    "a hyperbolic tangent that turns samples over": ("Tanh", lambda at: at.along(1)),
     "an index that leaves rows in place": ("Index", lambda at: at.same()),
 }
 

@@ -46,6 +46,7 @@ class Sides(TorchFunctionMode):
         self.is_blind = False  # whether the last forward was not watched
         self._model: nn.Module | None = model
         self._parameters: set[int] = set()
+        self._opened = torch._C._autograd._get_sequence_nr()  # nodes with a lower number were made before
         self._has_left = False  # whether data has left torch in the call under way
         self.rows: Rows | None = None  # of inputs, to be found again in what is made of them number by number
 
@@ -101,6 +102,8 @@ class Sides(TorchFunctionMode):
         return known
 
     def _is_of_parameters(self, top: Node) -> bool:
+        if top._sequence_nr() >= self._opened:
+            return False  # made since the block began, by something that is not seen: a custom Function, a thread
         leaves = [node for node in ordered([top]) if is_leaf(node)]
         return bool(leaves) and all(id(leaf.variable) in self._parameters for leaf in leaves)
 
@@ -115,6 +118,9 @@ class Sides(TorchFunctionMode):
         # Inside a custom Function's forward torch may hold a lock while it asks for the very grad_fn: do not read it.
         records = torch.is_grad_enabled()
         at = {t.grad_fn: self._kind(t) == "data" for t in inputs if t.grad_fn is not None} if records else {}
+        for node, is_data in at.items():
+            if is_data and not self.is_data(node):
+                self._note(node, "data")  # made by something that is not seen: a custom Function, another thread
         memory = {_memory(t) for t in inputs if self._kind(t) in ("data", "ids")} - {None}
         with self._saved.over_checkpoint():
             result = func(*args, **kwargs)
