@@ -1,0 +1,202 @@
+"""What is remembered of a structure is not taken for what another step does with the same kinds of nodes: each program
+here was answered wrongly once, from some step on."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import unsum
+from unsum.errors import InteractionError, UnsumError
+
+D = 4
+
+
+@pytest.fixture(autouse=True)
+def _doubles():
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def assert_step(model, run, alone, n):
+    """`run()` is the loss of the step; `alone(i)` that of sample i."""
+    model.zero_grad()
+    with unsum.gradients(model) as g:
+        run().backward()
+    names, parameters = zip(*((k, p) for k, p in model.named_parameters() if p.requires_grad), strict=True)
+    rows = [torch.autograd.grad(alone(i), parameters, materialize_grads=True) for i in range(n)]
+    for k, name in enumerate(names):
+        torch.testing.assert_close(g[name].per_sample(), torch.stack([row[k] for row in rows]), msg=name)
+    return g
+
+
+class TimeFirst(nn.Module):
+    """Batch first outside, time first inside; the loss alone comes out."""
+
+    def __init__(self, states=False):
+        super().__init__()
+        self.inner, self.head, self.states = nn.GRU(D, D, 2), nn.Linear(D, 3), states
+
+    def forward(self, x):
+        out, last = self.inner(x.transpose(0, 1))
+        return self.head(last if self.states else out).square().sum()
+
+
+@pytest.mark.parametrize("states", [False, True])
+def test_sizes_inside_a_model_that_returns_its_loss_alone_decide_nothing(states):
+    model = TimeFirst(states)
+    for n, t in ((4, 4), (2, 6), (2, 5), (3, 5), (4, 3)):
+        x = torch.randn(n, t, D)
+        assert_step(model, lambda x=x: model(x), lambda i, x=x: model(x[i : i + 1]), n)
+
+
+def test_a_loss_alone_of_inputs_that_were_scaled():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(D, D), nn.Linear(D, 2)
+
+        def forward(self, x):
+            return self.b(torch.tanh(self.a(x / 255))).square().sum()
+
+    model = Net()
+    for n, t in ((1, 5), (1, 5), (1, 6), (4, 6), (4, 4), (1, 3), (5, 1)):
+        x = 100 * torch.randn(n, t, D)
+        assert_step(model, lambda x=x: model(x), lambda i, x=x: model(x[i : i + 1]), n)
+
+
+def test_tokens_that_are_time_first():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.head = nn.Embedding(9, D), nn.Linear(D, 2)
+
+        def forward(self, ids):
+            return self.head(self.tokens(ids.t()).tanh()).square().sum()
+
+    model = Net()
+    for n, t in ((3, 5), (4, 4), (2, 3)):
+        ids = torch.randint(9, (n, t))
+        assert_step(model, lambda ids=ids: model(ids), lambda i, ids=ids: model(ids[i : i + 1]), n)
+
+
+def refused(model, run):
+    with pytest.raises(InteractionError), unsum.gradients(model):
+        run().backward()
+
+
+def test_batch_norm_of_the_input_that_begins_to_train():
+    model = nn.Sequential(nn.BatchNorm1d(D), nn.Linear(D, 2)).eval()
+    for n in (4, 5, 3):
+        x = torch.randn(n, D)
+        assert_step(model, lambda x=x: model(x).square().sum(), lambda i, x=x: model(x[i : i + 1]).square().sum(), n)
+    model.train()
+    for n in (4, 5):
+        refused(model, lambda n=n: model(torch.randn(n, D)).square().sum())
+
+
+@pytest.mark.parametrize("kind", [F.embedding, F.embedding_bag])
+def test_counts_over_the_batch_that_begin_later(kind):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head, self.counts = nn.Parameter(torch.randn(5, D)), nn.Linear(D, 2), False
+
+        def forward(self, ids):
+            return self.head(kind(ids, self.table, scale_grad_by_freq=self.counts).flatten(1)[:, :D])
+
+    model = Net()
+    for n in (4, 4, 3):
+        ids = torch.randint(5, (n, 3))
+        assert_step(
+            model, lambda i=ids: model(i).square().sum(), lambda k, i=ids: model(i[k : k + 1]).square().sum(), n
+        )
+    model.counts = True
+    refused(model, lambda: model(torch.zeros(4, 3, dtype=torch.long)).square().sum())
+
+
+def test_a_parameter_that_goes_through_the_same_module_as_data():
+    model = nn.ModuleDict({"a": nn.Linear(D, D), "h": nn.Linear(D, D)})
+    model.q = nn.Parameter(torch.randn(D, D))
+    loss = lambda x: model["h"](torch.tanh(model["a"](x))).square().sum()
+    for _ in range(5):
+        x = torch.randn(D, D)
+        g = assert_step(model, lambda x=x: loss(x) + model["h"](model.q * 1.0).square().sum(),
+                        lambda i, x=x: loss(x[i : i + 1]), D)  # fmt: skip
+        torch.testing.assert_close(g["q"].shared(), model.q.grad)
+
+
+def test_prototypes_beside_the_classes_of_samples():
+    model = nn.ModuleDict({"a": nn.Linear(D, D), "e": nn.Embedding(4, D)})
+
+    def losses(x, y):
+        prototypes = model["e"](torch.arange(4))
+        return F.cross_entropy((torch.tanh(model["a"](x)) + model["e"](y)) @ prototypes.t(), y, reduction="none")
+
+    for n in (4, 4, 4, 3, 4, 5):
+        x, y = torch.randn(n, D), torch.randint(4, (n,))
+        assert_step(
+            model, lambda x=x, y=y: losses(x, y).sum(), lambda i, x=x, y=y: losses(x[i : i + 1], y[i : i + 1])[0], n
+        )
+
+
+def test_outputs_that_change_places():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
+
+        def forward(self, x, swap):
+            out, weight = self.b(torch.tanh(self.a(x))), self.a.weight * 1.0
+            return (weight, out) if swap else (out, weight)
+
+    model = Net()
+    for swap in (0, 0, 0, 1, 0, 1):
+        x = torch.randn(D, D)
+
+        def run(x=x, swap=swap):
+            one, other = model(x, swap)
+            return one.square().sum() + other.square().sum()
+
+        g = assert_step(model, run, lambda i, x=x: model(x[i : i + 1], 0)[0].square().sum(), D)
+        torch.testing.assert_close(g["a.weight"].shared(), 2 * model.a.weight.detach())
+
+
+def test_a_layer_that_is_frozen_inside_the_block():
+    model, x = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2)), torch.randn(3, D)
+    for step in range(4):
+        model.requires_grad_(True)
+        with unsum.gradients(model) as g:
+            model[0].requires_grad_(step % 2 == 0)
+            model(x).square().sum().backward()
+        assert g["2.weight"].per_sample().shape == (3, 2, D)
+
+
+def test_an_auxiliary_output_that_has_as_many_numbers_as_there_are_samples():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.head = nn.Linear(D, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            p = self.gate(x).softmax(-1)
+            return self.head(p), p.mean(0)
+
+    model = Net()
+    for n in (3, 4, 4, 5):
+        with unsum.gradients(model) as g:
+            out, load = model(torch.randn(n, D))
+            (out.square().sum() + load.square().sum()).backward()
+        assert g["gate.weight"].per_sample().shape == (n, 4, D)
+
+
+def test_errors_are_unsums_own():
+    model = TimeFirst(states=True)
+    for n in (2, 6, 2, 1, 6):
+        x = torch.randn(n, 3, D)
+        try:
+            assert_step(model, lambda x=x: model(x), lambda i, x=x: model(x[i : i + 1]), n)
+        except UnsumError:
+            continue
