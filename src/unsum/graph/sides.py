@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -119,8 +120,8 @@ class Sides(TorchFunctionMode):
         records = torch.is_grad_enabled()
         at = {t.grad_fn: self._kind(t) == "data" for t in inputs if t.grad_fn is not None} if records else {}
         for node, is_data in at.items():
-            if is_data and not self.is_data(node):
-                self._note(node, "data")  # made by something that is not seen: a custom Function, another thread
+            if is_data and (isinstance(node, BackwardCFunction) or node.name().endswith("CopySlices")):
+                self._note(node, "data")  # made by something that is not seen
         memory = {_memory(t) for t in inputs if self._kind(t) in ("data", "ids")} - {None}
         with self._saved.over_checkpoint():
             result = func(*args, **kwargs)
