@@ -200,3 +200,103 @@ def test_errors_are_unsums_own():
             assert_step(model, lambda x=x: model(x), lambda i, x=x: model(x[i : i + 1]), n)
         except UnsumError:
             continue
+
+
+# ---- a second reading ------------------------------------------------------------------------------------------------
+
+
+class Flat(nn.Module):
+    """Time first, and flattened: (T·n, D), from which n cannot be told."""
+
+    def __init__(self, gives="loss"):
+        super().__init__()
+        self.a, self.b, self.c, self.gives, self.more = nn.Linear(D, D), nn.Linear(D, 2), nn.Linear(D, 2), gives, False
+
+    def forward(self, x):
+        out = self.b(torch.tanh(self.a(x.transpose(0, 1).reshape(-1, D))))
+        loss = out.square().sum()
+        if self.more:
+            loss = loss + torch.tanh(self.c(x * 2)).square().sum()
+        return out if self.gives == "rows" else loss
+
+
+def right_or_refused(model, run, alone, n):
+    try:
+        assert_step(model, run, alone, n)
+    except UnsumError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("gives", ["loss", "rows"])
+@pytest.mark.parametrize(
+    "sizes", [[(6, 2), (4, 3), (2, 6)], [(2, 5), (5, 2)], [(4, 1), (4, 4), (3, 2)], [(2, 3)] * 3 + [(3, 2)]]
+)
+def test_as_many_rows_in_all_are_not_as_many_samples(sizes, gives):
+    model = Flat(gives)
+    done = 0
+    for n, t in sizes:
+        x = torch.randn(n, t, D)
+        loss = lambda x: model(x).square().sum() if gives == "rows" else model(x)
+        done += right_or_refused(model, lambda x=x: loss(x), lambda i, x=x: loss(x[i : i + 1]), n)
+    assert done
+
+
+@pytest.mark.parametrize("steps", [(0, 0, 0, 1, 1, 0, 1), (0, 0, 1, 1)])
+def test_a_branch_on_the_inputs_that_appears_later_is_right_or_refused(steps):
+    model = Flat()
+    done = []
+    for more in steps:
+        model.more = bool(more)
+        x = torch.randn(3, 2, D)
+        done.append(right_or_refused(model, lambda x=x: model(x), lambda i, x=x: model(x[i : i + 1]), 3))
+    assert done[0] and done[-1]
+
+
+class Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.transpose(0, 1).contiguous()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.transpose(0, 1)
+
+
+def test_inputs_that_a_custom_function_turns_in_some_steps():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.turns = nn.Linear(D, D), False
+
+        def forward(self, x):
+            return torch.tanh(self.a(Turned.apply(x) if self.turns else x)).square().sum()
+
+    model = Net()
+    for n, t, turns in ((2, 2, 0), (1, 1, 1), (2, 2, 1), (3, 2, 0), (3, 2, 1), (2, 3, 1), (2, 2, 0), (2, 2, 1)):
+        model.turns = bool(turns)
+        x = torch.randn(n, t, D)
+        right_or_refused(model, lambda x=x: model(x), lambda i, x=x: model(x[i : i + 1]), n)
+
+
+def test_a_part_of_the_model_that_is_called_on_the_turned_input():
+    model = nn.ModuleDict({"a": nn.Linear(D, D), "b": nn.Linear(D, 2)})
+    loss = lambda x: model["b"](torch.tanh(model["a"](x))).square().sum() + model["b"](x.transpose(0, 1)).square().sum()
+    for n, t in ((3, 3), (2, 2), (3, 2)):
+        x = torch.randn(n, t, D)
+        right_or_refused(model, lambda x=x: loss(x), lambda i, x=x: loss(x[i : i + 1]), n)
+
+
+def test_positions_as_the_first_argument():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.places, self.a = nn.Embedding(9, D), nn.Linear(D, 2)
+
+        def forward(self, places, x):
+            return self.a(torch.tanh(x + self.places(places))).square().sum()
+
+    model = Net()
+    for n, t in ((3, 2), (1, 2), (3, 2), (4, 5)):
+        x, places = torch.randn(n, t, D), torch.arange(t)[None]
+        right_or_refused(model, lambda x=x, p=places: model(p, x), lambda i, x=x, p=places: model(p, x[i : i + 1]), n)

@@ -37,7 +37,7 @@ from unsum.plan.memory import Structure, forget_structure, recall, remember, wat
 from unsum.plan.plan import Plan
 from unsum.plan.run import Run
 from unsum.plan.signature import Sizes, Survey, survey
-from unsum.plan.structure import derived, starts_of
+from unsum.plan.structure import agrees, derived, starts_of
 from unsum.reducers import Norms
 from unsum.reducing import Reducer, Reduction, takes_as
 from unsum.sites import Names, unwrapped
@@ -383,7 +383,7 @@ class GradientsBlock:
                 structure = Structure(plan, judged, self._sides.is_blind)
                 remember(self._model, key, structure)
             if not judged.is_dynamic:
-                structure.keep(Sizes(seen.signature, tuple(known.values())), plan)
+                structure.keep(Sizes(seen.signature, (n, *known.values())), plan)
         self._forward.learnt(key if plan.lasting and not self._saved.is_needed else None, made)
         self._learn_tap(plan, nodes)
         log.info(
@@ -406,10 +406,10 @@ class GradientsBlock:
         self, structure: Structure, seen: Survey, nodes: Sequence[Node], known: Mapping[Edge, Layout], n: int
     ) -> Plan | None:
         """The plan of a graph whose structure is known; None if it does not follow from that."""
-        sizes = Sizes(seen.signature, tuple(known.values()))
+        sizes = Sizes(seen.signature, (n, *known.values()))
         plan = structure.sized.get(sizes)
         if plan is not None and not structure.judged.is_dynamic:
-            return plan
+            return plan if agrees(structure.judged, plan.owned, nodes, self._forward.rows) else None
         starts = starts_of(structure.plan, nodes, known, n)
         if starts is None:
             return None

@@ -30,13 +30,18 @@ class _Place:
     offset: int
     itemsize: int
     owners: Layout
+    is_given: bool  # to the model, and not made of what was
+
+    @property
+    def end(self) -> int:
+        return self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)) + 1
 
 
 class Rows:
     """Remembers tensors whose samples are known, without holding them."""
 
     def __init__(self) -> None:
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, list[_Place]] = {}  # by the number of their memory
         self._prints: list[tuple[int, Tensor]] = []  # of inputs: how many numbers a sample has, and sums over them
 
     def take_prints(self, tensor: Tensor, owners: Layout) -> None:
@@ -57,7 +62,7 @@ class Rows:
         """A tensor was made of another of the same shape, number by number: it has the same rows."""
         owners = self.of(tensor)
         if owners is not None and tensor.shape == made.shape:
-            self.remember(made, owners)
+            self.remember(made, owners, is_given=False)
             self.take_prints(made, owners)
 
     def resembles(self, node: Node, layout: Layout) -> bool | None:
@@ -77,8 +82,8 @@ class Rows:
                         return bool(torch.isclose(found, wanted.to(found.device), rtol=1e-4, atol=1e-6).all())
         return None
 
-    def remember(self, tensor: Tensor, owners: Layout) -> None:
-        """The owners of this tensor are known."""
+    def remember(self, tensor: Tensor, owners: Layout, *, is_given: bool = True) -> None:
+        """The owners of this tensor are known. What was said first of a place stays."""
         if tensor.layout != torch.strided or not tensor.numel() or torch._debug_has_internal_overlap(tensor) == 1:
             return
         try:
@@ -86,10 +91,23 @@ class Rows:
         except (RuntimeError, NotImplementedError):  # a subclass without memory of its own
             return
         if len(self._places) > 1000:
-            self._places = {key: place for key, place in self._places.items() if not place.storage.expired()}
-        self._places[storage.cdata] = _Place(
-            storage, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.element_size(), owners
-        )
+            self._places = {key: there for key, there in self._places.items() if not there[0].storage.expired()}
+        there = self._places.setdefault(storage.cdata, [])
+        place = _Place(
+            storage, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.element_size(), owners,
+            is_given,
+        )  # fmt: skip
+        if not any(known.offset == place.offset and known.end == place.end for known in there):
+            there.append(place)
+            del there[:-64]
+
+    def _place(self, tensor: Tensor) -> _Place | None:
+        """Where a tensor that is remembered, and of which this is a view, lies."""
+        there = self._places.get(_number(tensor), ())
+        if not there or not tensor.numel():
+            return None
+        offset = int(tensor.storage_offset())
+        return next((place for place in there if place.offset <= offset < place.end), None)
 
     def forget(self) -> None:
         """Let go of everything."""
@@ -99,19 +117,27 @@ class Rows:
     def __bool__(self) -> bool:
         return bool(self._places)
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether something is known of this tensor's place in memory."""
+        return self._place(tensor) is not None
+
     def of(self, tensor: Tensor) -> Layout | None:
         """The owners of a tensor that is remembered, or of a view of all of it."""
-        place = self._places.get(_number(tensor))
+        place = self._place(tensor)
         return None if place is None or place.itemsize != tensor.element_size() else _as_a_whole(place, tensor)
 
     def are_saved_by(self, node: Node) -> bool:
         """Whether a node has saved rows of a tensor whose samples are known."""
-        return any(_number(tensor) in self._places for tensor in saved_by(node))
+        return any(self._place(tensor) is not None for tensor in saved_by(node))
+
+    def are_given_to(self, node: Node) -> bool:
+        """Whether a node has saved rows of a tensor that the model was given."""
+        return any((place := self._place(tensor)) is not None and place.is_given for tensor in saved_by(node))
 
     def owners(self, node: Node, shape: tuple[int, ...]) -> Layout | None:
         """The sample of every position of a node's output of this shape, from the rows of what the node has saved."""
         for tensor in saved_by(node):
-            place = self._places.get(_number(tensor))
+            place = self._place(tensor)
             # Fewer dimensions stand for the first ones only if they are ids, as of an embedding.
             if (
                 place is None

@@ -176,7 +176,7 @@ class Forward:
         for tensor, layout in zip(given, owners, strict=True):
             is_data = self._sides.is_given_data([tensor]) if self._seen is None else self._seen.is_data
             is_clear = tensor is given[0] or sum(size == self._n for size in tensor.shape) == 1
-            if layout is not None and is_data and is_clear:
+            if layout is not None and is_data and is_clear and not self.rows.holds(tensor):
                 self.rows.remember(tensor, layout)
                 if self._seen is None:
                     self.rows.take_prints(tensor, layout)
@@ -411,6 +411,8 @@ def _number(given: Sequence[Tensor], k: int) -> int | None:
     if first is None:
         return None
     n: int = first.shape[k]
+    if n == 1:  # positions or a state for all samples, if others have more rows
+        n = next((t.shape[k] for t in given if t.dim() > k and t.shape[k] > 1), 1)
     ids = [t.shape[k] for t in given if t.dim() == 2 and not t.is_floating_point() and t.shape[0] != t.shape[1]]
     if k == 0 and first.is_floating_point() and len(ids) > 1 and len(set(ids)) == 1 and 0 < ids[0] < n:
         return ids[0] if n % ids[0] == 0 else n

@@ -18,6 +18,7 @@ from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered
 from unsum.graph.owners import Owners, Swept, all_are_seen, sweep
 from unsum.graph.replay import Grads, flow
 from unsum.graph.rows import Rows
+from unsum.graph.saved import saved_by
 from unsum.graph.sides import Sides
 from unsum.plan.audit import Audit
 from unsum.plan.plan import Plan
@@ -59,7 +60,14 @@ class Setting:
 
     def is_weight(self, node: Node) -> bool:
         """Whether what flows through this node depends on parameters alone."""
-        return self.sides.is_weight(node) or (self.sides.is_blind and not self.rows.are_saved_by(node))
+        return self.sides.is_weight(node) or (self.sides.is_blind and not self._has_saved_others(node))
+
+    def _has_saved_others(self, node: Node) -> bool:
+        """Whether a node has saved something that is no parameter, no number, and was not computed with gradients."""
+        own = {_memory(p) for p in self.wanted.values()}
+        return any(
+            not tensor.requires_grad and tensor.numel() > 1 and _memory(tensor) not in own for tensor in saved_by(node)
+        )
 
     def may_be_data(self, node: Node) -> bool:
         """Whether it was not seen that this node does not depend on data. Of a forward that was not watched, nothing
@@ -107,7 +115,7 @@ def learn(
         if not is_lasting:
             return plan, None
         rows = [] if marked else _with_rows(walked, setting.rows)
-        seen = {place[node] for node, _, _ in rows} & plan.owned.keys()
+        seen = {place[node] for node, _, _ in rows if setting.rows.are_given_to(node)} & plan.owned.keys()
         return plan, _remembered(walked, place, nodes, setting, seen)
     _refuse_named(walked, setting)
     return _by_values(roots, grads, nodes, cut, walked.mixing, n, setting, marked=marked), None
@@ -144,6 +152,10 @@ def _judged(cut: Cut, n: int, setting: Setting, *, marked: bool) -> tuple[Cut, W
             )
         log.warning("unsum: the table of how samples travel is wrong at %s: values decide there", names)
         silent |= wrong
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr())
 
 
 def _geometry(node: Node, owners: Owners, said: Mapping[int, Layout]) -> Hashable:
@@ -206,14 +218,12 @@ def _agreeing(cut: Cut, n: int, setting: Setting) -> Cut:
 def _agrees(walked: Walked, rows: Rows) -> bool | None:
     """Whether nodes that have saved rows of an input have the owners that these rows say; None if none has."""
     found = [same(owner, said) for _, owner, said in _with_rows(walked, rows)]
-    if found:
-        return all(found)
     copies = [
         rows.resembles(node, owners[0])
         for node, owners in walked.owners.items()
         if owners is not None and len(owners) == 1 and owners[0] is not None
     ]
-    told = [each for each in copies if each is not None]
+    told = found + [each for each in copies if each is not None]
     return all(told) if told else None
 
 

@@ -58,6 +58,8 @@ def starts_of(plan: Plan, nodes: Sequence[Node], known: Mapping[Edge, Layout], n
         size = shape[before.dim] if before.dim < len(shape) else -1
         is_whole = before.n * before.block == before.shape[before.dim]
         block = size // n if is_whole else before.block
+        if said is None and (size != n if is_whole and before.block == 1 else not is_whole and before.block != 1):
+            return None  # that it was one block of one row, or so many, says nothing of other sizes
         if isinstance(said, Mapped) or size < 0 or not block or size % (n * block):
             return None
         found[edge] = Regular(shape, n, before.dim, block)
@@ -87,10 +89,8 @@ def derived(
         if owners is None:
             return None
         owned[place] = owners
-    for place in judged.rows:
-        said = rows.owners(nodes[place], tuple(nodes[place]._input_metadata[0].shape))
-        if said is not None and (layout := owned[place][0]) is not None and not same(layout, said):
-            return None
+    if not agrees(judged, owned, nodes, rows):
+        return None
     routes: dict[int, tuple[Route, ...]] = {}
     for place, there in plan.routes.items():
         fitted = [_fitted(route, nodes[place], owned[place][0], n) for route in there]
@@ -138,6 +138,16 @@ def _moved(plan: Plan, trail: Trail, judged: Judged, nodes: Sequence[Node], n: i
             routes[place] = tuple(route for route in fitted if route is not None)
     doubts = any(isinstance(layout, Mapped) and layout.has_unseen for each in owned.values() for layout in each)
     return replace(plan, owned=owned, routes=routes, has_doubts=doubts)
+
+
+def agrees(judged: Judged, owned: Mapping[int, Owners], nodes: Sequence[Node], rows: Rows) -> bool:
+    """Whether nodes that had saved rows of an input have so again, and these say the same owners: an input may have
+    been turned before, which leaves no node."""
+    for place in judged.rows:
+        said = rows.owners(nodes[place], tuple(nodes[place]._input_metadata[0].shape))
+        if said is None or ((layout := owned[place][0]) is not None and not same(layout, said)):
+            return False
+    return True
 
 
 def _owners(
