@@ -234,10 +234,10 @@ def right_or_refused(model, run, alone, n):
 )
 def test_as_many_rows_in_all_are_not_as_many_samples(sizes, gives):
     model = Flat(gives)
+    loss = lambda x: model(x).square().sum() if gives == "rows" else model(x)
     done = 0
     for n, t in sizes:
         x = torch.randn(n, t, D)
-        loss = lambda x: model(x).square().sum() if gives == "rows" else model(x)
         done += right_or_refused(model, lambda x=x: loss(x), lambda i, x=x: loss(x[i : i + 1]), n)
     assert done
 
