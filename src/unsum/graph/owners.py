@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from unsum.errors import SamplesError, UnsupportedError
+from unsum.errors import UnsupportedError
 from unsum.graph.codes import Codes
-from unsum.graph.layout import Layout, Mapped, same
+from unsum.graph.layout import Layout, Mapped
 from unsum.graph.nodes import Edge, Node, is_leaf
 from unsum.graph.replay import Grads, Heard, replay
 
@@ -34,7 +34,6 @@ class Swept:
 
     owners: dict[Node, Owners | None] = field(default_factory=dict)  # None where positions mix samples
     hidden: dict[Node, list[Owners]] = field(default_factory=dict)  # of the backwards that a node runs by itself
-    is_fragile: bool = False  # whether zeros alone keep samples apart, which other values would mix
 
 
 def sweep(
@@ -43,7 +42,6 @@ def sweep(
     n: int,
     *,
     only: Mapping[Edge, Tensor] | None = None,
-    known: Mapping[Edge, Layout] | None = None,
     keep: Callable[[Node], bool] = lambda node: True,
     mixed: Callable[[Node, Node | None], None] = lambda node, above: None,
     seen: Callable[[Node, Owners, Grads], None] = lambda node, owners, grads: None,
@@ -68,11 +66,9 @@ def sweep(
         is_silent = not any(_is_told(grad) for grad in streams[0])
         if owners is not None and node not in tops and not is_data(node):
             owners = None if is_silent or _is_chance(owners, n, streams[0]) else owners
-        found.is_fragile = found.is_fragile or (is_silent and is_data(node))  # samples may change places there
         if owners is None:
             mixed(node, above.pop(node, None))
         else:
-            _compare(node, owners, known or {})
             seen(node, owners, streams[0])
         found.owners[node] = owners if owners is None or keep(node) else _light(owners)
         heard: list[list[Heard]] = [[] for _ in streams]
@@ -83,8 +79,6 @@ def sweep(
             if child is None or is_leaf(child) or results[0][edge] is None:
                 continue
             values = in_range([result[edge] for result in results])
-            if is_data(child) and not found.is_fragile:
-                found.is_fragile = _is_fragile(front, child, output, values, codes)
             for stream, value in enumerate(values):
                 if value is not None:
                     _add(front, child, output, stream, value, copies)
@@ -103,22 +97,6 @@ def _add(front: Front, node: Node, output: int, stream: int, value: Tensor, copi
         front[node] = [[None] * len(node._input_metadata) for _ in range(copies + 1)]
     known = front[node][stream][output]
     front[node][stream][output] = value if known is None else known + value
-
-
-def _is_fragile(front: Front, node: Node, output: int, values: list[Tensor | None], codes: Codes) -> bool:
-    """Whether of two gradients that meet at a node one says nothing of some sample, or has another layout: a mask or a
-    weight of zero keeps a branch out in which samples may have changed places."""
-    before = [stream[output] for stream in front[node]] if node in front else [None]
-    if before[0] is None or values[0] is None:
-        return False
-    layouts = []
-    for streams in (before, values):
-        plain, *scaled = [torch.zeros_like(streams[0]) if s is None else s for s in streams]  # type: ignore[arg-type]
-        layout = codes.read(plain, scaled, only_regular=True)
-        if layout is None or not codes.is_full(layout, plain):
-            return True
-        layouts.append(layout)
-    return layouts[0] != layouts[1]
 
 
 def in_range(values: list[Tensor | None]) -> list[Tensor | None]:
@@ -187,17 +165,6 @@ def hidden_owners(node: Node, heard: list[list[Heard]], codes: Codes) -> list[Ow
             )
         found.append(owners)
     return found
-
-
-def _compare(node: Node, found: Owners, known: Mapping[Edge, Layout]) -> None:
-    """Outputs that lie upstream of others say themselves whose they are: both must agree."""
-    for output, owner in enumerate(found):
-        said = known.get((node, output))
-        if said is not None and owner is not None and not same(owner, said):
-            raise SamplesError(
-                f"at {node.name()}, the output of a module, two ways of counting disagree whose the samples are: the "
-                "dimension of the samples has changed between two calls.\n  unsum.mark_samples(losses) says it"
-            )
 
 
 def refuse_changing(node: Node, grads: Grads, results: Grads) -> None:

@@ -39,15 +39,25 @@ def replay(node: Node, grads: Grads, heard: list[Heard] | None = None, *, still:
 
 def _call(node: Node, grads: Grads) -> Sequence[Tensor | None]:
     try:
-        result = _elsewhere(node, grads) if node.name().startswith("ScaledDotProductCudnn") else node(*grads)
+        result = _elsewhere(node, grads) if remembers_memory(node) else node(*grads)
     except RuntimeError as error:
         raise UnsupportedError(f"{node.name()} cannot be called again: {error}") from error
     return result if isinstance(result, tuple) else (result,)
 
 
+def remembers_memory(node: Node) -> bool:
+    """Whether a node is cuDNN's attention. Its backward remembers, thread by thread, the strides of the first gradient
+    of each shape, and gives wrong results for gradients with other strides. A call by hand must not come first."""
+    return bool(node.name().startswith("ScaledDotProductCudnn"))
+
+
+def nested(where: str) -> UnsupportedError:
+    """The error for a nested tensor at this place."""
+    return UnsupportedError(f"{where}: a nested tensor, whose samples cannot be told apart; pad it instead")
+
+
 def _elsewhere(node: Node, grads: Grads) -> Any:
-    """In a thread of its own: cuDNN's attention remembers, thread by thread, how the first gradient of a shape lay in
-    memory, and gives nonsense for those that lie otherwise. Ours must not be the one that it remembers."""
+    """Call a node in a thread of its own, so that what it remembers is not seen by the user's thread."""
     stream = torch.cuda.current_stream()
 
     def call() -> Any:
@@ -79,7 +89,7 @@ def fit(value: Tensor, child: Node, output: int, *, still: bool = False) -> Tens
     `still`, a sum that cancels to rounding (a maximum that is subtracted for stability) is zero."""
     like: Any = child.variable if is_leaf(child) else child._input_metadata[output]
     if value.layout == torch.jagged:
-        raise UnsupportedError(f"{child.name()}: a nested tensor, whose samples cannot be told apart; pad it instead")
+        raise nested(child.name())
     if value.layout != torch.strided:
         value = value.to_dense()
     if value.is_complex() and not like.dtype.is_complex:

@@ -18,6 +18,7 @@ from unsum.errors import InteractionError, SamplesError, UnsupportedError
 from unsum.graph.layout import Layout
 from unsum.graph.nodes import Edge, Node, is_leaf, ordered
 from unsum.graph.probe import mixing
+from unsum.graph.replay import nested
 from unsum.graph.rows import Rows
 from unsum.graph.sides import Sides
 from unsum.graph.state import State, without_hooks
@@ -380,11 +381,6 @@ class Forward:
             if start <= number < end:
                 return name
         return ""
-
-
-def nested(where: str) -> UnsupportedError:
-    """The error for nested tensors."""
-    return UnsupportedError(f"{where}: a nested tensor, whose samples cannot be told apart; pad it instead")
 
 
 def _alive(entries: Mapping[tuple[str, int, int], Known], nodes: Sequence[Node]) -> dict[Edge, Known]:

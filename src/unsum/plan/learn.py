@@ -16,7 +16,7 @@ from unsum.graph.cut import Cut, find_cut, is_penalty, parameters_met_outside
 from unsum.graph.layout import Layout, Mapped, Regular, same
 from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered
 from unsum.graph.owners import Owners, Swept, all_are_seen, sweep
-from unsum.graph.replay import Grads, flow
+from unsum.graph.replay import Grads, flow, nested, remembers_memory
 from unsum.graph.rows import Rows
 from unsum.graph.saved import saved_by
 from unsum.graph.sides import Sides
@@ -33,9 +33,6 @@ from unsum.travel.walk import Walked, trail, walk
 
 log = logging.getLogger("unsum")
 
-# cuDNN's attention prepares itself for the first gradient of a shape that a thread hands to it, and gives nonsense for
-# others that lie otherwise in memory: a call of ours must not be the first.
-_NOT_CALLED = "ScaledDotProductCudnn"
 _LOOKS = ("TBackward0", "TransposeBackward0", "ToCopyBackward0", "ViewBackward0", "PermuteBackward0")
 
 
@@ -98,9 +95,7 @@ def learn(
     remembered of it, if anything. Refuses by raising, before anything of the user's has run."""
     for node in nodes:
         if not is_leaf(node) and any(meta.is_nested_tensor for meta in node._input_metadata):
-            raise UnsupportedError(
-                f"{node.name()}: a nested tensor, whose samples cannot be told apart; pad it instead"
-            )
+            raise nested(node.name())
     if n == 0:
         return _plan(find_cut(roots, known, setting.is_data), Walked(), n, nodes, setting, None), None
     for operation, number, call in setting.sides.mixing:
@@ -133,7 +128,7 @@ def _judged(cut: Cut, n: int, setting: Setting, *, marked: bool) -> tuple[Cut, W
             if owners is None:
                 continue
             said = walked.said.get(node, {}) if n > 1 else {}
-            if said and (node.name().startswith(_NOT_CALLED) or not claims.is_new(_geometry(node, owners, said))):
+            if said and (remembers_memory(node) or not claims.is_new(_geometry(node, owners, said))):
                 said = {}
             has_rules = audit is not None and audit.candidates(node, owners)
             if said or has_rules:

@@ -13,7 +13,7 @@ from unsum.travel.table import SILENT, Answer, At, travels
 Indices = list[Tensor | None]
 
 
-@travels("Gather TakeAlongDim ScatterReduce")
+@travels("Gather ScatterReduce")
 def gather(at: At) -> Layout | Answer:
     """Along one dimension; the others keep their places."""
     return at.same_if(at.dims()[0] not in at.varies)

@@ -10,7 +10,7 @@ from unsum.graph.nodes import signed
 from unsum.travel.table import MIXED, SILENT, Answer, At, travels
 
 
-@travels("Slice Narrow")
+@travels("Slice")
 def slices(at: At) -> Layout | Answer:
     """What lies outside the slice gets no gradient from here."""
     (dim,) = at.dims()

@@ -8,7 +8,7 @@ from unsum.graph.layout import Layout
 from unsum.travel.table import MIXED, SILENT, Answer, At, travels
 
 
-@travels("", prefixes="Convolution SlowConv MkldnnConvolution CudnnConvolution ThnnConv ConvDepthwise")
+@travels("", prefixes="Convolution SlowConv MkldnnConvolution CudnnConvolution ConvDepthwise")
 def convolution(at: At) -> Layout | Answer:
     """(batch, channels, …); weight and bias are used by the whole batch."""
     if list(at.varies) != [0]:
@@ -17,7 +17,7 @@ def convolution(at: At) -> Layout | Answer:
 
 
 @travels("", prefixes="AvgPool AdaptiveAvgPool MaxPool AdaptiveMaxPool FractionalMaxPool MaxUnpool "
-         "MkldnnAdaptiveAvgPool Upsample MkldnnMaxPool ReflectionPad ReplicationPad QuantizedMaxPool")  # fmt: skip
+         "MkldnnAdaptiveAvgPool Upsample MkldnnMaxPool ReflectionPad ReplicationPad")  # fmt: skip
 def pool(at: At) -> Layout | Answer:
     """Along the last dimensions, of which the kind's name says how many."""
     found = re.search(r"(\d)D", at.kind)
@@ -31,7 +31,7 @@ def grid_sample(at: At) -> Layout | Answer:
     return at.same_if(list(at.varies) == [0])
 
 
-@travels("Im2Col Col2Im ChannelShuffle NativeChannelShuffle")
+@travels("Im2Col Col2Im ChannelShuffle")
 def windows(at: At) -> Layout | Answer:
     """(batch, …)."""
     return at.same_if(list(at.varies) == [0] and len(at.shape) > 2)

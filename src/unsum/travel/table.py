@@ -128,12 +128,6 @@ def entry(name: str) -> tuple[str, Travel | None]:
     return _kinds[name]
 
 
-def forget(kind: str) -> Travel | None:
-    """Take a kind out of the table, for a test of what happens without it; returns what it was."""
-    _kinds.clear()
-    return TABLE.pop(kind, None) or PREFIXES.pop(kind, None)
-
-
 def start(node: Node, outs: Sequence[Layout | None], journey: Journey) -> At | None:
     """What the functions of the table are told of a node; None if nothing is known of its results."""
     layout = next((out for out in outs if out is not None), None)
