@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from unsum.errors import InteractionError, SamplesError, UnsupportedError
 from unsum.graph.cut import Cut, find_cut, is_penalty, parameters_met_outside
-from unsum.graph.layout import Layout, Mapped, Regular, same
+from unsum.graph.layout import Layout, Regular, same
 from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered
 from unsum.graph.owners import Owners, Swept, all_are_seen, sweep
 from unsum.graph.replay import Grads, flow, nested, remembers_memory
@@ -21,15 +21,16 @@ from unsum.graph.rows import Rows
 from unsum.graph.saved import saved_by
 from unsum.graph.sides import Sides
 from unsum.plan.audit import Audit
-from unsum.plan.plan import Plan
+from unsum.plan.plan import Plan, has_doubts
 from unsum.plan.routes import routes, rule_routes
 from unsum.plan.signature import plain
 from unsum.plan.structure import Judged
 from unsum.plan.teams import teams
 from unsum.travel import Journey
 from unsum.travel.climb import climb
+from unsum.travel.trail import trail
 from unsum.travel.values import Claims
-from unsum.travel.walk import Walked, trail, walk
+from unsum.travel.walk import Walked, walk
 
 log = logging.getLogger("unsum")
 
@@ -408,7 +409,7 @@ def _plan(
         together=teams(nodes, ruled, mixed, alone),
         **ways,
         rounding=max([1e-9, *(_rounding(node) for node in cut.model if not is_leaf(node))]),
-        has_doubts=any(isinstance(layout, Mapped) and layout.has_unseen for each in owned.values() for layout in each),
+        has_doubts=has_doubts(owned),
     )
 
 

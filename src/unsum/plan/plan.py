@@ -3,7 +3,7 @@ holds no graph and fits every later graph with the same signature."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
@@ -113,3 +113,8 @@ class Plan:
 def _is_even(layout: Layout | None) -> bool:
     """Whether every row is known to be somebody's, as many to each."""
     return isinstance(layout, Mapped) and layout.is_whole and layout.held is not None
+
+
+def has_doubts(owned: Mapping[int, Owners]) -> bool:
+    """Whether the owners of some positions are not known."""
+    return any(isinstance(layout, Mapped) and layout.has_unseen for each in owned.values() for layout in each)

@@ -17,12 +17,13 @@ from unsum.graph.rows import Rows
 from unsum.holding import Size, size_of
 from unsum.kernels import costs
 from unsum.plan.audit import shape_of
-from unsum.plan.plan import Plan, Route
+from unsum.plan.plan import Plan, Route, has_doubts
 from unsum.plan.routes import skippable
 from unsum.plan.teams import teams
 from unsum.rules.registry import Call
 from unsum.travel import Journey
-from unsum.travel.walk import Trail, walk
+from unsum.travel.trail import Trail
+from unsum.travel.walk import walk
 
 
 @dataclass(frozen=True)
@@ -79,27 +80,20 @@ def derived(
     """The plan for a graph of this structure; None if it does not follow, and the graph must be judged itself. Where a
     plan for the `same_sizes` is at hand, only what indices and values decide is found anew."""
     if same_sizes is not None and same_sizes.owners and judged.trail is not None:
-        return _moved(same_sizes, judged.trail, judged, nodes, n)
+        return _moved(same_sizes, judged.trail, judged, nodes, n, rows)
     found = _owners(plan, judged, nodes, starts, n)
     if found is None:
         return None
-    owned: dict[int, Owners] = {}
-    for place in plan.owned:
-        owners = found[place]
-        if owners is None:
-            return None
-        owned[place] = owners
-    if not agrees(judged, owned, nodes, rows):
+    owned = {place: owners for place in plan.owned if (owners := found[place]) is not None}
+    if len(owned) < len(plan.owned) or not agrees(judged, owned, nodes, rows):
         return None
-    routes: dict[int, tuple[Route, ...]] = {}
-    for place, there in plan.routes.items():
-        fitted = [_fitted(route, nodes[place], owned[place][0], n) for route in there]
-        if any(route is None for route in fitted):
-            return None
-        routes[place] = tuple(route for route in fitted if route is not None)
-    doubts = any(isinstance(layout, Mapped) and layout.has_unseen for each in owned.values() for layout in each)
+    routes = _fitted(plan.routes, owned, nodes, n)
+    if routes is None:
+        return None
     if same_sizes is not None:
-        return replace(same_sizes, owned=owned, routes=routes, has_doubts=doubts, layouts=tuple(starts.values()))
+        return replace(
+            same_sizes, owned=owned, routes=routes, has_doubts=has_doubts(owned), layouts=tuple(starts.values())
+        )
     dear = frozenset(_dear(plan, routes, nodes))
     if dear not in judged.skips:
         judged.skips[dear] = skippable(nodes, {nodes[place] for place in owned}, plan.free - dear, names)
@@ -114,7 +108,7 @@ def derived(
         dear=dear,
         cheap=judged.skips[dear],
         sizes={},
-        has_doubts=doubts,
+        has_doubts=has_doubts(owned),
         grouped={},
         recordings={},
         owners=found if judged.moved and judged.trail is not None else (),
@@ -122,22 +116,18 @@ def derived(
     )
 
 
-def _moved(plan: Plan, trail: Trail, judged: Judged, nodes: Sequence[Node], n: int) -> Plan | None:
+def _moved(plan: Plan, trail: Trail, judged: Judged, nodes: Sequence[Node], n: int, rows: Rows) -> Plan | None:
     """The plan for a graph of the same sizes, in which indices move rows otherwise."""
     journey = Journey(n, {(nodes[place], edge): form for (place, edge), form in judged.moved.items()})
     found = trail.again(nodes, plan.owners, journey)
     if found is None or not _are_true(journey.holds):
         return None
-    owned = plan.owned | {place: owners for place, owners in found.items() if place in plan.owned}
-    routes = dict(plan.routes)
-    for place in found:
-        fitted = [_fitted(route, nodes[place], found[place][0], n) for route in routes.get(place, ())]
-        if any(route is None for route in fitted):
-            return None
-        if fitted:
-            routes[place] = tuple(route for route in fitted if route is not None)
-    doubts = any(isinstance(layout, Mapped) and layout.has_unseen for each in owned.values() for layout in each)
-    return replace(plan, owned=owned, routes=routes, has_doubts=doubts)
+    moved = {place: owners for place, owners in found.items() if place in plan.owned}
+    owned = plan.owned | moved
+    routes = _fitted({place: plan.routes[place] for place in moved if place in plan.routes}, moved, nodes, n)
+    if routes is None or not agrees(judged, owned, nodes, rows):
+        return None
+    return replace(plan, owned=owned, routes=plan.routes | routes, has_doubts=has_doubts(owned))
 
 
 def agrees(judged: Judged, owned: Mapping[int, Owners], nodes: Sequence[Node], rows: Rows) -> bool:
@@ -173,9 +163,21 @@ def _are_true(holds: Sequence[Tensor]) -> bool:
     return all(bool(torch.stack([each for each in holds if each.device == device]).all()) for device in devices)
 
 
-def _fitted(route: Route, node: Node, layout: Layout | None, n: int) -> Route | None:
-    child, output = node.next_functions[route.edge]
-    shape = shape_of(child, output)
+def _fitted(
+    routes: Mapping[int, Sequence[Route]], owned: Mapping[int, Owners], nodes: Sequence[Node], n: int
+) -> dict[int, tuple[Route, ...]] | None:
+    """The same routes for other sizes; None if a rule does not hold there."""
+    found: dict[int, tuple[Route, ...]] = {}
+    for place, there in routes.items():
+        fitted = [_route(route, nodes[place], owned[place][0], n) for route in there]
+        found[place] = tuple(route for route in fitted if route is not None)
+        if len(found[place]) < len(fitted):
+            return None
+    return found
+
+
+def _route(route: Route, node: Node, layout: Layout | None, n: int) -> Route | None:
+    shape = shape_of(*node.next_functions[route.edge])
     by = None if layout is None else route.rule.applies(node, layout, n, shape)
     if by is None or (route.parameter is not None and isinstance(layout, Mapped) and by.has_nobodys):
         return None
@@ -189,14 +191,8 @@ def _dear(plan: Plan, routes: Mapping[int, Sequence[Route]], nodes: Sequence[Nod
         for route in there:
             layout, lead = route.by.layout, route.by.lead
             name = route.parameter
-            if (
-                name is None
-                or len(route.shape) != 2
-                or not isinstance(layout, Regular)
-                or lead != len(layout.shape) - 1
-            ):
-                continue
-            if name not in plan.alone or layout.dim >= lead:
+            is_matrix = len(route.shape) == 2 and isinstance(layout, Regular) and lead == len(layout.shape) - 1
+            if name is None or not is_matrix or name not in plan.alone or layout.dim >= lead:  # type: ignore[union-attr]
                 continue
             t = prod(layout.shape[:lead]) // max(route.by.n, 1)
             o = layout.shape[-1]

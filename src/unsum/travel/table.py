@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from unsum.graph.layout import Layout, Mapped, Regular, along
+from unsum.graph.layout import Layout, Mapped, Regular, along, merged
 from unsum.graph.nodes import Node, signed
 
 Shape = tuple[int, ...]
@@ -39,6 +39,12 @@ class Journey:
     n: int
     expected: dict[tuple[Node, int], str] | None = None  # None: the graph is being judged, numbers may be looked at
     holds: list[Tensor] = field(default_factory=list)
+
+    def joined(self, known: Layout | None, layout: Layout) -> Layout | None:
+        """The layout of a tensor that is used in two ways; None if they contradict each other."""
+        if known is None:
+            return layout
+        return merged(known, layout, self.n, None if self.expected is None else self.holds)
 
 
 class At:

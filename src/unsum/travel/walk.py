@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from unsum.graph.layout import Layout, Mapped, Regular, complete, merged
+from unsum.graph.layout import Layout, Mapped, Regular, complete
 from unsum.graph.nodes import Edge, Node, is_leaf
 from unsum.graph.owners import Owners
-from unsum.travel.table import MIXED, SILENT, Answer, At, Journey, Travel, down, entry, start
+from unsum.travel.table import MIXED, SILENT, Answer, Journey, down, start
 from unsum.travel.values import ask
 
 
@@ -43,13 +43,13 @@ def walk(
     for node in order:
         if node not in arriving or is_leaf(node):
             continue
-        outs = found.owners[node] = _filled(arriving.pop(node), journey)
+        outs = found.owners[node] = filled(arriving.pop(node), journey)
         edges = [(k, child, output) for k, (child, output) in enumerate(node.next_functions) if child is not None]
         if outs is None:
             for _, child, _ in edges:
                 arriving[child] = None
             continue
-        if n > 1 and _mixes(node, outs):
+        if n > 1 and mixes(node, outs):
             found.mixing.setdefault(node, node)
         at = start(node, outs, journey)
         answers: list[Layout | Answer | None] = [None] * len(node.next_functions)
@@ -86,116 +86,10 @@ def walk(
     return found
 
 
-@dataclass(frozen=True)
-class Trail:
-    """What of a walk is the same for all graphs of a structure: the nodes at which the table speaks, by their places,
-    and those of their edges that lead on to data."""
-
-    steps: tuple[tuple[int, str, Travel, bool, tuple[tuple[int, int, int], ...]], ...]
-    widths: tuple[int, ...]  # how many results each node has
-
-    def follow(
-        self, nodes: Sequence[Node], starts: Mapping[Edge, Layout], places: Sequence[tuple[int, int]], journey: Journey
-    ) -> list[Owners | None] | None:
-        """The owners of the nodes of a graph, by place; None if the table does not say them as it did when the
-        structure was judged. `places` are those of the starts."""
-        owners: list[Owners | None] = [None] * len(nodes)
-        for (place, output), layout in zip(places, starts.values(), strict=True):
-            if not self._arrive(owners, place, output, layout, journey):
-                return None
-        for place, kind, travel, may_mix, edges in self.steps:
-            node, outs = nodes[place], owners[place]
-            first = None if outs is None else next((out for out in outs if out is not None), None)
-            if first is None or outs is None or (may_mix and _mixes(node, outs)):
-                return None
-            if isinstance(first, Mapped):
-                outs = owners[place] = _filled(outs, journey)
-                at = start(node, outs or [], journey)
-                assert at is not None
-            else:
-                at = At(node, kind, outs, first, journey)
-            at.kind = kind
-            for edge, child, output in edges:
-                shape = tuple(nodes[child]._input_metadata[output].shape)
-                if isinstance(at.layout, Mapped):
-                    answer = down(at, edge, shape)
-                else:
-                    at.edge, at.arg = edge, shape
-                    answer = travel(at)
-                if isinstance(answer, Answer) or not self._arrive(owners, child, output, answer, journey):
-                    return None
-        return owners
-
-    def again(
-        self, nodes: Sequence[Node], before: Sequence[Owners | None], journey: Journey
-    ) -> dict[int, Owners] | None:
-        """Of a graph with the sizes of one that was followed before: the owners that indices decide, by place. None if
-        something else than these has changed."""
-        moved = [_is_moved(outs) for outs in before]
-        owners: list[Owners | None] = [None if far else outs for far, outs in zip(moved, before, strict=True)]
-        found: dict[int, Owners] = {}
-        for place, kind, _, may_mix, edges in self.steps:
-            is_moved = moved[place]
-            outs = owners[place]
-            if may_mix and outs is not None and _mixes(nodes[place], outs):
-                return None
-            if not is_moved and kind not in INDEXED:
-                continue
-            if outs is None:
-                return None
-            if is_moved:
-                found[place] = outs
-            at = start(nodes[place], outs, journey)
-            assert at is not None
-            for edge, child, output in edges:
-                answer = down(at, edge, tuple(nodes[child]._input_metadata[output].shape))
-                known = before[child]
-                if isinstance(answer, Answer) or known is None:
-                    return None
-                if not moved[child]:
-                    if answer != known[output]:
-                        return None
-                elif self._arrive(owners, child, output, answer, journey):
-                    found[child] = owners[child] or []
-                else:
-                    return None
-        return found
-
-    def _arrive(self, owners: list[Owners | None], place: int, output: int, layout: Layout, journey: Journey) -> bool:
-        outs = owners[place]
-        if outs is None:
-            outs = owners[place] = [None] * self.widths[place]
-        known = outs[output]
-        if known is None:
-            outs[output] = layout
-            return True
-        outs[output] = merged(known, layout, journey.n, journey.holds)
-        return outs[output] is not None
-
-
-def trail(walked: Walked, place: Mapping[Node, int], nodes: Sequence[Node]) -> Trail | None:
-    """What can be followed again; None if values had to be asked somewhere."""
-    if walked.asked:
-        return None
-    steps = []
-    for node, owners in walked.owners.items():
-        onward = [(edge, *node.next_functions[edge]) for edge in walked.said.get(node, ())]
-        edges = tuple((edge, place[c], output) for edge, c, output in onward if walked.owners.get(c) is not None)
-        kind, travel = entry(node.name())
-        may_mix = owners is not None and ("BatchNorm" in kind or kind.startswith("Embedding"))
-        if travel is not None and (edges or may_mix):
-            steps.append((place[node], kind, travel, may_mix, edges))
-    return Trail(tuple(steps), tuple(0 if is_leaf(node) else len(node._input_metadata) for node in nodes))
-
-
 INDEXED = frozenset({"Index", "UnsafeIndex", "IndexSelect", "IndexAdd", "IndexCopy", "IndexPut", "IndexPutImpl"})
 
 
-def _is_moved(outs: Owners | None) -> bool:
-    return outs is not None and any(isinstance(out, Mapped) for out in outs)
-
-
-def _mixes(node: Node, outs: Owners) -> bool:
+def mixes(node: Node, outs: Owners) -> bool:
     """Whether values mix whatever the gradients do: batch norm in training, counts of ids over the batch."""
     name = node.name()
     if "BatchNorm" in name and not name.startswith("NativeBatchNormLegitNoTraining"):
@@ -221,19 +115,14 @@ def _arrive(arriving: dict[Node, Owners | None], node: Node, output: int, layout
     outs = arriving[node]
     if outs is None:
         return True  # mixed already, and told of
-    known = outs[output]
-    both = (
-        layout
-        if known is None
-        else merged(known, layout, journey.n, None if journey.expected is None else journey.holds)
-    )
+    both = journey.joined(outs[output], layout)
     if both is None:
         return False
     outs[output] = both
     return True
 
 
-def _filled(outs: Owners | None, journey: Journey) -> Owners | None:
+def filled(outs: Owners | None, journey: Journey) -> Owners | None:
     """Positions that get no gradient from anywhere follow the others, if these fit just one regular layout."""
     if outs is None:
         return None
