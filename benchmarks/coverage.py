@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
 
 import batches  # noqa: E402
 import unsum  # noqa: E402
-from unsum.plan import learn  # noqa: E402
+from unsum.plan import evidence, learn  # noqa: E402
 
 
 class Listener:
@@ -29,7 +29,7 @@ class Listener:
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
         self.nodes = self.judged = self.swept = 0
-        walk, sweep = learn.walk, learn.sweep
+        walk, sweep = evidence.walk, learn.sweep
 
         def hear(*args: Any, **options: Any) -> Any:
             found = walk(*args, **options)
@@ -41,7 +41,7 @@ class Listener:
             self.swept += 1
             return sweep(*args, **options)
 
-        learn.walk, learn.sweep = hear, hear_sweep
+        evidence.walk, learn.sweep = hear, hear_sweep
 
 
 def measured(name: str, architecture: Any, listener: Listener) -> dict[str, Any]:

@@ -32,10 +32,12 @@ from unsum.plan.forward import Forward
 from unsum.plan.grads import Delivery
 from unsum.plan.grouped import left_to_torch
 from unsum.plan.intake import Intake, are_listened, listens_to_all
-from unsum.plan.learn import Setting, inside, learn, number_of_samples, unknown_samples
+from unsum.plan.learn import inside, learn, number_of_samples
 from unsum.plan.memory import Structure, forget_structure, recall, remember, watch_again
 from unsum.plan.plan import Plan
+from unsum.plan.refusals import unknown_samples
 from unsum.plan.run import Run
+from unsum.plan.setting import Setting
 from unsum.plan.signature import Sizes, Survey, survey
 from unsum.plan.structure import agrees, derived, starts_of
 from unsum.reducers import Norms

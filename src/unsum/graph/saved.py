@@ -44,6 +44,16 @@ def saved_by(node: Node) -> Iterator[Tensor]:
         yield from (tensor for _, tensor in leaves(value) if tensor.layout == torch.strided)
 
 
+def memory_of(tensor: Tensor) -> int | None:
+    """The address of a tensor's memory; None if it has none of its own."""
+    if tensor.layout != torch.strided or not tensor.numel():
+        return None
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # a tensor subclass without memory of its own
+        return None
+
+
 def _names(kind: type) -> tuple[str, ...]:
     """Under which names nodes of a kind have tensors saved."""
     if kind not in _known:

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unsum.graph.nodes import Node, below, is_leaf, ordered
 from unsum.graph.rows import Rows
-from unsum.graph.saved import Saved, saved_by
+from unsum.graph.saved import Saved, memory_of, saved_by
 from unsum.nested import leaves
 
 # Data may leave torch within a call and come back: as lists, arrays or single numbers.
@@ -122,7 +122,7 @@ class Sides(TorchFunctionMode):
         for node, is_data in at.items():
             if is_data and (isinstance(node, BackwardCFunction) or node.name().endswith("CopySlices")):
                 self._note(node, "data")  # made by something that is not seen
-        memory = {_memory(t) for t in inputs if self._kind(t) in ("data", "ids")} - {None}
+        memory = {memory_of(t) for t in inputs if self._kind(t) in ("data", "ids")} - {None}
         with self._saved.over_checkpoint():
             result = func(*args, **kwargs)
         if name in _LEAVE and self.call is not None and kinds & {"data", "ids"}:
@@ -214,15 +214,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     return (tensor for _, tensor in leaves(value))
 
 
-def _memory(tensor: Tensor) -> int | None:
-    if tensor.layout != torch.strided or not tensor.numel():
-        return None
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # a tensor subclass without memory of its own
-        return None
-
-
 def _saved(node: Node) -> set[int | None]:
     """Where the tensors lie that a node has saved."""
-    return {_memory(tensor) for tensor in saved_by(node)} - {None}
+    return {memory_of(tensor) for tensor in saved_by(node)} - {None}

@@ -2,83 +2,34 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unsum.errors import InteractionError, SamplesError, UnsupportedError
 from unsum.graph.cut import Cut, find_cut, is_penalty, parameters_met_outside
-from unsum.graph.layout import Layout, Regular, same
-from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered
+from unsum.graph.layout import Layout, Regular
+from unsum.graph.nodes import Edge, Node, below, is_leaf
 from unsum.graph.owners import Owners, Swept, all_are_seen, sweep
 from unsum.graph.replay import Grads, flow, nested, remembers_memory
-from unsum.graph.rows import Rows
-from unsum.graph.saved import saved_by
-from unsum.graph.sides import Sides
 from unsum.plan.audit import Audit
+from unsum.plan.evidence import agreeing, contradicts, refuse_other_rows, walk_by_evidence, with_rows
 from unsum.plan.plan import Plan, has_doubts
+from unsum.plan.refusals import interaction, unknown_samples
 from unsum.plan.routes import routes, rule_routes
+from unsum.plan.setting import Setting
 from unsum.plan.signature import plain
 from unsum.plan.structure import Judged
 from unsum.plan.teams import teams
-from unsum.travel import Journey
 from unsum.travel.climb import climb
 from unsum.travel.trail import trail
 from unsum.travel.values import Claims
-from unsum.travel.walk import Walked, walk
+from unsum.travel.walk import Walked
 
 log = logging.getLogger("unsum")
-
-_LOOKS = ("TBackward0", "TransposeBackward0", "ToCopyBackward0", "ViewBackward0", "PermuteBackward0")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a block knows of the forward, and what its user asked for."""
-
-    sides: Sides
-    rows: Rows
-    seeds: Callable[[Sequence[Node]], Mapping[Edge, Layout]]  # places in a graph whose samples are known otherwise
-    mismatch: Callable[[], str]  # why `samples=` may not fit what the model was given
-    wanted: Mapping[int, nn.Parameter]  # by id
-    names: Mapping[int, str]
-    module_of: Callable[[int], str]  # by the number of a node
-    exact: bool  # samples may interact
-    rules: bool  # whether rules may speak, or all is replayed
-    strict: bool  # a rule that does not hold is an error
-
-    def is_data(self, node: Node) -> bool:
-        """Whether what flows through this node was seen to depend on data."""
-        return self.sides.is_data(node) or (self.sides.is_blind and self.rows.are_saved_by(node))
-
-    def is_weight(self, node: Node) -> bool:
-        """Whether what flows through this node depends on parameters alone."""
-        return self.sides.is_weight(node) or (self.sides.is_blind and not self._has_saved_others(node))
-
-    def _has_saved_others(self, node: Node) -> bool:
-        """Whether a node has saved something that is no parameter, no number, and was not computed with gradients."""
-        own = {_memory(p) for p in self.wanted.values()}
-        return any(
-            not tensor.requires_grad and tensor.numel() > 1 and _memory(tensor) not in own for tensor in saved_by(node)
-        )
-
-    def may_be_data(self, node: Node) -> bool:
-        """Whether it was not seen that this node does not depend on data. Of a forward that was not watched, nothing
-        was seen: what is no weight by its looks is data then."""
-        return self.is_data(node) or (self.sides.is_blind and not self._leads_to_parameters(node))
-
-    def _leads_to_parameters(self, node: Node) -> bool:
-        """Whether this is a parameter, turned, cast or viewed."""
-        while not is_leaf(node):
-            if len(nexts := below(node)) != 1 or node.name() not in _LOOKS:
-                return False
-            node = nexts[0][1]
-        return isinstance(node.variable, nn.Parameter)
 
 
 def learn(
@@ -110,7 +61,7 @@ def learn(
         is_lasting = not walked.hidden and (audit is None or audit.is_complete)
         if not is_lasting:
             return plan, None
-        rows = [] if marked else _with_rows(walked, setting.rows)
+        rows = [] if marked else with_rows(walked, setting.rows)
         seen = {place[node] for node, _, _ in rows if setting.rows.are_given_to(node)} & plan.owned.keys()
         return plan, _remembered(walked, place, nodes, setting, seen)
     _refuse_named(walked, setting)
@@ -120,9 +71,9 @@ def learn(
 def _judged(cut: Cut, n: int, setting: Setting, *, marked: bool) -> tuple[Cut, Walked, Audit | None]:
     """The owners of all nodes, and the rules that hold there."""
     silent: dict[Node, None] = {}
-    cut = cut if marked else _agreeing(cut, n, setting)
+    cut = cut if marked else agreeing(cut, n, setting)
     while True:
-        walked = _walk(cut, cut.starts, n, setting, silent)
+        walked = walk_by_evidence(cut, cut.starts, n, setting, silent)
         claims = Claims(n)
         audit = Audit(n, setting.may_be_data, strict=setting.strict) if setting.rules else None
         for node, owners in walked.owners.items():
@@ -150,89 +101,10 @@ def _judged(cut: Cut, n: int, setting: Setting, *, marked: bool) -> tuple[Cut, W
         silent |= wrong
 
 
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage().data_ptr())
-
-
 def _geometry(node: Node, owners: Owners, said: Mapping[int, Layout]) -> Hashable:
     """All that the table goes by. (Layouts that are not regular are equal to themselves alone.)"""
     kinds = tuple(meta.dtype for meta in node._input_metadata)
     return plain(node), kinds, tuple(owners), tuple(said.items()), tuple(c is None for c, _ in node.next_functions)
-
-
-def _walk(cut: Cut, starts: Mapping[Edge, Layout], n: int, setting: Setting, silent: Collection[Node] = ()) -> Walked:
-    walked = walk(cut.model, starts, Journey(n), setting.may_be_data, silent)
-    # What nobody saw: a forward that was not watched, another thread. What has owners is data then, and so is what
-    # has saved rows of an input.
-    if n == 1:
-        return walked
-    told = {node for node in walked.owners if setting.rows.are_saved_by(node)}
-    if setting.sides.is_blind:
-        told |= {node for node, owners in walked.owners.items() if owners is not None}
-        walked.mixing = {node: above for node, above in walked.mixing.items() if node is above}
-    for node, above in walked.mixed.items():
-        if node not in walked.mixing and any(under in told for under in ordered([node])):
-            walked.mixing[node] = above
-    return walked
-
-
-def _agreeing(cut: Cut, n: int, setting: Setting) -> Cut:
-    """The cut with its samples along dimensions that fit the rows of the inputs, where sizes coincide."""
-    edges = list(cut.starts)
-    choices = [
-        [Regular(layout.shape, n, dim, 1) for dim, size in enumerate(layout.shape) if size == n]
-        if isinstance(layout, Regular) and layout.block == 1 and layout.shape[layout.dim] == n
-        else [layout]
-        for layout in cut.starts.values()
-    ]
-    likely = [
-        (layout, *(other for other in others if other != layout))
-        for layout, others in zip(cut.starts.values(), choices, strict=True)
-    ]
-    tried = list(itertools.islice(itertools.product(*likely), 32))
-    if n < 2 or (len(tried) == 1 and not setting.rows):
-        return cut
-    apart: Cut | None = None  # the first that keeps samples apart
-    contradicts = False
-    for k, layouts in enumerate(tried):
-        starts = dict(zip(edges, layouts, strict=True))
-        walked = _walk(cut, starts, n, setting)
-        agrees = _agrees(walked, setting.rows)
-        if agrees:
-            return replace(cut, starts=starts)
-        if agrees is None and apart is None and not walked.mixing:
-            apart = replace(cut, starts=starts)
-        contradicts = contradicts or (agrees is False and not k)
-    if apart is not None or not contradicts:
-        return apart or cut
-    raise SamplesError(
-        "the samples of the loss are not those of the input's rows: some dimension that is no sample has the same "
-        "size.\n  unsum.mark_samples(losses) says whose each loss is"
-    )
-
-
-def _agrees(walked: Walked, rows: Rows) -> bool | None:
-    """Whether nodes that have saved rows of an input have the owners that these rows say; None if none has."""
-    found = [same(owner, said) for _, owner, said in _with_rows(walked, rows)]
-    copies = [
-        rows.resembles(node, owners[0])
-        for node, owners in walked.owners.items()
-        if owners is not None and len(owners) == 1 and owners[0] is not None
-    ]
-    told = found + [each for each in copies if each is not None]
-    return all(told) if told else None
-
-
-def _with_rows(walked: Walked, rows: Rows) -> list[tuple[Node, Layout, Layout]]:
-    """The nodes that have saved rows of an input: whose they are, and what the rows say."""
-    found = []
-    for node, owners in walked.owners.items():
-        if owners is None or len(owners) != 1 or owners[0] is None or not any(is_leaf(c) for _, c, _ in below(node)):
-            continue
-        said = rows.owners(node, owners[0].shape)
-        if said is not None:
-            found.append((node, owners[0], said))
-    return found
 
 
 def _refuse_named(walked: Walked, setting: Setting) -> None:
@@ -282,7 +154,7 @@ def _cut(
     a parameter meets data beyond them: as far up as samples can be followed, from them and from the rows of inputs."""
     cut = find_cut(roots, known, setting.is_data)
     if not marked and n > 1 and len(cut.starts) > 1 and setting.rows:  # sizes may coincide: rows of inputs say it
-        wrong = [edge for edge, owners in cut.starts.items() if _contradicts(cut, {edge: owners}, n, setting)]
+        wrong = [edge for edge, owners in cut.starts.items() if contradicts(cut, edge, owners, n, setting)]
         if 0 < len(wrong) < len(cut.starts):
             known = {edge: owners for edge, owners in known.items() if edge not in wrong}
             cut = find_cut(roots, known, setting.is_data)
@@ -304,22 +176,6 @@ def _cut(
             f"leave {name} out: params="
         )
     return cut, known
-
-
-def _contradicts(cut: Cut, starts: Mapping[Edge, Layout], n: int, setting: Setting) -> bool:
-    """Whether rows of inputs say that no dimension of this tensor is the samples'."""
-    ((edge, owners),) = starts.items()
-    choices: list[Layout] = [Regular(owners.shape, n, dim, 1) for dim, size in enumerate(owners.shape) if size == n]
-    walks = [_walk(cut, {edge: layout}, n, setting) for layout in choices or [owners]]
-    return all(walked.mixing or _agrees(walked, setting.rows) is False for walked in walks)
-
-
-def unknown_samples(mismatch: str = "") -> SamplesError:
-    """The error for a loss whose samples nobody knows."""
-    return SamplesError(
-        "cannot tell whose gradient this is: no tensor with known samples lies between loss and model.\n"
-        f"{mismatch}  call the model inside the block, say samples=unsum.dim(k), or unsum.mark_samples(losses)"
-    )
 
 
 def _sweep(
@@ -344,21 +200,9 @@ def _sweep(
 
     def seen(node: Node, owners: Owners, grads: Grads) -> None:
         if only is None and not marked and any(is_leaf(child) for _, child, _ in below(node)):
-            _compare_rows(node, owners, setting.rows)
+            refuse_other_rows(node, owners, setting.rows)
 
     return sweep(cut.model, cut.starts, n, only=only, keep=keep, mixed=mixed, seen=seen, is_data=setting.may_be_data)
-
-
-def _compare_rows(node: Node, owners: Owners, rows: Rows) -> None:
-    """Sizes may coincide: where a node has saved rows of an input, these say whose they are."""
-    if len(owners) != 1 or owners[0] is None:
-        return
-    said = rows.owners(node, owners[0].shape)
-    if said is not None and not same(owners[0], said):
-        raise SamplesError(
-            f"at {node.name()} the samples of the loss are not those of the input's rows: some dimension that is no "
-            "sample has the same size.\n  unsum.mark_samples(losses) says whose each loss is"
-        )
 
 
 def _remembered(
@@ -432,17 +276,6 @@ def _rounding(node: Node) -> float:
     precise = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-3, torch.complex64: 1e-3}
     return max(
         (precise.get(meta.dtype, 5e-2) for meta in node._input_metadata if meta.dtype.is_floating_point), default=0
-    )
-
-
-def interaction(operation: str, module: str, below: str = "") -> InteractionError:
-    """The error for samples that interact."""
-    where = (f" in module {module!r}" if module else "") + (
-        f" (what it hands to {below} belongs to no sample)" if below else ""
-    )
-    return InteractionError(
-        f"samples interact at {operation}{where}: a gradient per sample is not what the sample alone would give.\n"
-        '  interacting="exact" gives the derivative of each sample\'s part of the loss all the same'
     )
 
 

@@ -29,8 +29,8 @@ from unsum.graph.replay import Grads, replay
 from unsum.kernels.product import wide
 from unsum.plan.audit import shape_of
 from unsum.plan.digest import Digests
-from unsum.plan.learn import Setting
 from unsum.plan.plan import Meeting, Plan, Route
+from unsum.plan.setting import Setting
 from unsum.rules.follow import cast, finished, follow
 from unsum.rules.registry import Call
 

@@ -1,0 +1,111 @@
+"""Evidence of whose a tensor is: the rows of the inputs, found again in what the nodes of a graph have saved.
+
+Sizes may coincide (n samples, n tokens, n classes), so a dimension of the right size says nothing by itself. Where a
+node has saved rows of an input, or a copy of them, these say which samples its positions belong to.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from unsum.graph.cut import Cut
+from unsum.graph.layout import Layout, Regular, same
+from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered
+from unsum.graph.owners import Owners
+from unsum.graph.rows import Rows
+from unsum.plan.refusals import other_rows
+from unsum.plan.setting import Setting
+from unsum.travel import Journey
+from unsum.travel.walk import Walked, walk
+
+
+def walk_by_evidence(
+    cut: Cut, starts: Mapping[Edge, Layout], n: int, setting: Setting, silent: Collection[Node] = ()
+) -> Walked:
+    """Walk from these starts, and find where samples interact. Nodes that nobody saw being made (the forward was not
+    watched, another thread made them) count as data if nodes with owners, or with rows of an input, lie below them."""
+    walked = walk(cut.model, starts, Journey(n), setting.may_be_data, silent)
+    if n == 1:
+        return walked
+    told = {node for node in walked.owners if setting.rows.are_saved_by(node)}
+    if setting.sides.is_blind:
+        told |= {node for node, owners in walked.owners.items() if owners is not None}
+        walked.mixing = {node: above for node, above in walked.mixing.items() if node is above}
+    for node, above in walked.mixed.items():
+        if node not in walked.mixing and any(under in told for under in ordered([node])):
+            walked.mixing[node] = above
+    return walked
+
+
+def agreeing(cut: Cut, n: int, setting: Setting) -> Cut:
+    """The cut with its samples along dimensions that fit the rows of the inputs, where sizes coincide."""
+    edges = list(cut.starts)
+    choices = [
+        [Regular(layout.shape, n, dim, 1) for dim, size in enumerate(layout.shape) if size == n]
+        if isinstance(layout, Regular) and layout.block == 1 and layout.shape[layout.dim] == n
+        else [layout]
+        for layout in cut.starts.values()
+    ]
+    likely = [
+        (layout, *(other for other in others if other != layout))
+        for layout, others in zip(cut.starts.values(), choices, strict=True)
+    ]
+    tried = list(itertools.islice(itertools.product(*likely), 32))
+    if n < 2 or (len(tried) == 1 and not setting.rows):
+        return cut
+    apart: Cut | None = None  # the first that keeps samples apart
+    contradicts = False
+    for k, layouts in enumerate(tried):
+        starts = dict(zip(edges, layouts, strict=True))
+        walked = walk_by_evidence(cut, starts, n, setting)
+        agrees = _agrees(walked, setting.rows)
+        if agrees:
+            return replace(cut, starts=starts)
+        if agrees is None and apart is None and not walked.mixing:
+            apart = replace(cut, starts=starts)
+        contradicts = contradicts or (agrees is False and not k)
+    if apart is not None or not contradicts:
+        return apart or cut
+    raise other_rows()
+
+
+def _agrees(walked: Walked, rows: Rows) -> bool | None:
+    """Whether nodes that have saved rows of an input have the owners that these rows say; None if none has."""
+    found = [same(owner, said) for _, owner, said in with_rows(walked, rows)]
+    copies = [
+        rows.resembles(node, owners[0])
+        for node, owners in walked.owners.items()
+        if owners is not None and len(owners) == 1 and owners[0] is not None
+    ]
+    told = found + [each for each in copies if each is not None]
+    return all(told) if told else None
+
+
+def with_rows(walked: Walked, rows: Rows) -> list[tuple[Node, Layout, Layout]]:
+    """The nodes that have saved rows of an input: whose they are, and what the rows say."""
+    found = []
+    for node, owners in walked.owners.items():
+        if owners is None or len(owners) != 1 or owners[0] is None or not any(is_leaf(c) for _, c, _ in below(node)):
+            continue
+        said = rows.owners(node, owners[0].shape)
+        if said is not None:
+            found.append((node, owners[0], said))
+    return found
+
+
+def contradicts(cut: Cut, edge: Edge, owners: Layout, n: int, setting: Setting) -> bool:
+    """Whether rows of inputs say that no dimension of this tensor is the samples'."""
+    choices: list[Layout] = [Regular(owners.shape, n, dim, 1) for dim, size in enumerate(owners.shape) if size == n]
+    walks = [walk_by_evidence(cut, {edge: layout}, n, setting) for layout in choices or [owners]]
+    return all(walked.mixing or _agrees(walked, setting.rows) is False for walked in walks)
+
+
+def refuse_other_rows(node: Node, owners: Owners, rows: Rows) -> None:
+    """Raise where a node has saved rows of an input that belong to other samples than its owners say."""
+    if len(owners) != 1 or owners[0] is None:
+        return
+    said = rows.owners(node, owners[0].shape)
+    if said is not None and not same(owners[0], said):
+        raise other_rows(node.name())
