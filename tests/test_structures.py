@@ -300,3 +300,36 @@ def test_positions_as_the_first_argument():
     for n, t in ((3, 2), (1, 2), (3, 2), (4, 5)):
         x, places = torch.randn(n, t, D), torch.arange(t)[None]
         right_or_refused(model, lambda x=x, p=places: model(p, x), lambda i, x=x, p=places: model(p, x[i : i + 1]), n)
+
+
+LYING = {
+    "dense": lambda x: x.clone(),
+    "expanded": lambda x: x[:1].expand_as(x),
+    "turned": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "a part": lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],
+    "backwards": lambda x: x.flip(0),
+}
+
+
+@pytest.mark.parametrize("head", ["scores", "loss"])
+@pytest.mark.parametrize("kind", ["tokens", "vectors"])
+def test_inputs_that_lie_otherwise_in_memory(kind, head):
+    """What was learnt of dense inputs, whose rows are found again in the graph, is asked of others without any."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.read = nn.Embedding(9, D) if kind == "tokens" else nn.Linear(D, D)
+            self.inner, self.out = nn.Linear(D, D), nn.Linear(D, 3)
+
+        def forward(self, x):
+            scores = self.out(torch.tanh(self.inner(self.read(x))))
+            return scores if head == "scores" else scores.square().sum()
+
+    model, generator = Net(), torch.Generator().manual_seed(0)
+    for way in ["dense"] * 3 + ["expanded", "dense", "turned", "expanded", "a part", "turned", "backwards", *LYING] * 2:
+        n, t = (int(k) for k in torch.randint(2, 6, (2,), generator=generator))
+        x = torch.randint(9, (n, t)) if kind == "tokens" else torch.randn(n, t, D)
+        x = LYING[way](x)
+        loss = (lambda x: model(x).square().sum()) if head == "scores" else model
+        assert_step(model, lambda x=x, loss=loss: loss(x), lambda i, x=x, loss=loss: loss(x[i : i + 1]), n)

@@ -167,7 +167,7 @@ class GradientsBlock:
 
     def _is_deaf(self) -> bool:
         # In a backward, a checkpoint runs its forward again: that is not a new call.
-        return bool(self._learning or self._forward.trying or self._adding or self not in hooks.here())
+        return bool(self._learning or self._forward.is_verifying or self._adding or self not in hooks.here())
 
     def _name_of(self, module: nn.Module) -> str | None:
         return "" if module is self._model else self._module_names().get(id(module))
@@ -224,8 +224,8 @@ class GradientsBlock:
         if call.create_graph:
             raise UnsupportedError("create_graph=True: the gradients of a second backward are not those of .grad")
         plan, nodes = self._recall(call, seen, known, calls)
-        if self._options.verify:
-            self._forward.refuse_mixing([(nodes[place], output) for place, output in plan.cut])
+        if self._forward.verification is not None:
+            self._forward.verification.refuse_mixing([(nodes[place], output) for place, output in plan.cut])
         self._calls, again = self._found.group(self._calls, plan.n)
         self._is_new = not again
         try:
@@ -369,8 +369,10 @@ class GradientsBlock:
         self._is_checked = True
         self._sides.is_blind = not self._forward.was_watched(made)
         nodes = ordered(_roots(call))
+        if structure is not None or self._sides.is_blind:  # whatever comes of it
+            self._forward.always_watch(made)
         if self._sides.is_blind:
-            watch_again(self._model)  # whatever comes of it
+            watch_again(self._model)
             known = known if self._forward.is_marked else self._forward.by_evidence(nodes)
         with self._learn():
             plan, judged = learn(

@@ -31,6 +31,7 @@ class _Place:
     itemsize: int
     owners: Layout
     is_given: bool  # to the model, and not made of what was
+    overlaps: bool  # several samples in the same place, as `expand` makes them: parts of it say nothing
 
     @property
     def end(self) -> int:
@@ -84,7 +85,7 @@ class Rows:
 
     def remember(self, tensor: Tensor, owners: Layout, *, is_given: bool = True) -> None:
         """The owners of this tensor are known. What was said first of a place stays."""
-        if tensor.layout != torch.strided or not tensor.numel() or torch._debug_has_internal_overlap(tensor) == 1:
+        if tensor.layout != torch.strided or not tensor.numel():
             return
         try:
             storage = StorageWeakRef(tensor.untyped_storage())
@@ -95,7 +96,7 @@ class Rows:
         there = self._places.setdefault(storage.cdata, [])
         place = _Place(
             storage, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.element_size(), owners,
-            is_given,
+            is_given, torch._debug_has_internal_overlap(tensor) == 1,
         )  # fmt: skip
         if not any(known.offset == place.offset and known.end == place.end for known in there):
             there.append(place)
@@ -156,6 +157,8 @@ class Rows:
             if (whole := _as_a_whole(place, tensor)) is not None and whole.dim < tensor.dim():
                 if tuple(tensor.shape[: whole.dim + 1]) == tuple(shape[: whole.dim + 1]):
                     return Regular(shape, whole.n, whole.dim, whole.block)
+                continue
+            if place.overlaps:
                 continue
             own = self._of_view(place, tensor)
             for common in range(own.dim(), 0, -1):

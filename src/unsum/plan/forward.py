@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import weakref
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,29 +13,18 @@ from torch import Tensor, nn
 
 from unsum import hooks
 from unsum import samples as sample_maps
-from unsum.errors import InteractionError, SamplesError, UnsupportedError
+from unsum.errors import SamplesError
 from unsum.graph.layout import Layout
 from unsum.graph.nodes import Edge, Node, is_leaf, ordered
-from unsum.graph.probe import mixing
 from unsum.graph.replay import nested
 from unsum.graph.rows import Rows
 from unsum.graph.sides import Sides
-from unsum.graph.state import State, without_hooks
-from unsum.inplace import Token, token
 from unsum.nested import leaves
-from unsum.plan.memory import Seen, forget_call, is_in_a_loop, know_call, known_call, meet_call
+from unsum.plan.known import KnownTensors
+from unsum.plan.memory import Seen, always_watch, forget_call, is_in_a_loop, know_call, known_call, meet_call
 from unsum.plan.signature import flags, sizes_of
+from unsum.plan.verify import Verification
 from unsum.sites import Names
-
-
-@dataclass(frozen=True)
-class Known:
-    """A tensor whose samples are known, found again in the graph by its number and its token."""
-
-    token: weakref.ref[Token]
-    owners: Layout
-    call: int
-    marked: bool = False  # by the user: goes before what the outputs say
 
 
 @dataclass(frozen=True)
@@ -61,21 +49,18 @@ class Forward:
     """Follows the calls of a model's modules."""
 
     def __init__(self, names: Names, samples: sample_maps.Samples, sides: Sides, *, verify: bool) -> None:
-        self._model, self._samples, self._sides, self._verify = names.model, samples, sides, verify
+        self._model, self._samples, self._sides = names.model, samples, sides
+        self.verification = Verification(names.model, samples.owners) if verify else None
         self._modules, self._parameters = list(names.modules.values()), list(names.parameters.values())
         self.rows = Rows()
         self.made: dict[int, Made] = {}  # outermost calls, by their numbers
         self._waiting: dict[int, None] = {}  # those that had no backward yet
         self._call = 0  # the one under way, or the last
-        self.trying = False  # the model is being run for our own sake
-        self._known: dict[tuple[str, int, int], Known] = {}
-        self._others: dict[tuple[str, int, int], Known] = {}  # outputs of the right size that had no samples before
-        self._alive = 64
+        self._known = KnownTensors()
+        self._others = KnownTensors()  # outputs of the right size that had no samples before
         self._starts: list[tuple[str, int]] = []
         self._spans: list[tuple[int, int, str]] = []  # which nodes each module call has made: from, to, name
         self._numbers = itertools.count()
-        self._outer: tuple[nn.Module, Any, Any, State] | None = None
-        self._verified: dict[tuple[str, int, int], str | None] = {}  # outputs that were asked: how they mix samples
         self._key: Hashable = None
         self._given: Hashable = ()  # the sizes of what the call under way was given
         self._shapes = ""
@@ -93,14 +78,14 @@ class Forward:
         self._starts.append((name, torch._C._autograd._get_sequence_nr()))
         if len(self._starts) > 1:
             return
-        if self._verify:
-            self._outer = module, args, kwargs, State(self._model)
+        if self.verification is not None:
+            self.verification.begin(module, args, kwargs)
         given = [tensor for _, tensor in leaves((args, kwargs))]
         if any(tensor.is_nested for tensor in given):
             self._starts.clear()
             raise nested(name or "the model")
-        kind = self._samples if isinstance(self._samples, sample_maps.Dim) else sample_maps.Ids
-        k = self._samples.k if isinstance(self._samples, sample_maps.Dim) else 0
+        dim = self._samples if isinstance(self._samples, sample_maps.Dim) else None
+        kind, k = dim or sample_maps.Ids, dim.k if dim else 0
         self._n = _number(given, k)
         self._key = name, kind, flags(self._modules, self._parameters, given), self._n == 1
         self._given = sizes_of(given)
@@ -112,9 +97,7 @@ class Forward:
         self._sides.begin(self._call)
         if not self._is_data(given):
             self._n = None  # positions, say: what comes of them belongs to nobody
-        is_first = isinstance(self._samples, sample_maps.Dim) and k == 0
-        positions = next((_positions(t) for t in given if t.dim() > 1), None) if is_first else None
-        self._note(Made(self._count(), positions))
+        self._note(Made(self._count(), _positions(given) if dim and k == 0 else None))
 
     def look(self, name: str, args: Any, kwargs: Any) -> Look:
         """What an outermost call is like, if samples lie along a dimension of what it is given."""
@@ -123,8 +106,7 @@ class Forward:
         if self._starts or not isinstance(self._samples, sample_maps.Dim):
             return Look(None, (), None, None)
         k = self._samples.k
-        positions = next((_positions(t) for t in given if t.dim() > 1), None) if k == 0 else None
-        return Look((k, rest), sizes_of(given), _number(given, k), positions)
+        return Look((k, rest), sizes_of(given), _number(given, k), _positions(given) if k == 0 else None)
 
     def unwatch(self) -> None:
         """A call whose graph is known begins."""
@@ -168,6 +150,11 @@ class Forward:
     def is_inside(self) -> bool:
         """Whether a call is under way."""
         return bool(self._starts)
+
+    @property
+    def is_verifying(self) -> bool:
+        """Whether the model is being run again, for `verify=True`."""
+        return self.verification is not None and self.verification.is_running
 
     def _is_data(self, given: Sequence[Tensor]) -> bool:
         owners = [self._samples.owners(tuple(tensor.shape), self._n) for tensor in given]
@@ -213,6 +200,13 @@ class Forward:
             else:
                 know_call(self._model, key, sizes, seen, structure)
 
+    def always_watch(self, calls: Collection[int]) -> None:
+        """The graph of these calls did not follow from what is known of such calls."""
+        for call in calls:
+            if call in self._found:
+                key, _, seen = self._found[call]
+                always_watch(self._model, key, seen)
+
     def was_watched(self, calls: Collection[int]) -> bool:
         """Whether these calls were."""
         return self._unwatched.isdisjoint(calls)
@@ -235,27 +229,22 @@ class Forward:
             return
         self._sides.call = None
         call = self._call
-        self._try(output)
+        if self.verification is not None:
+            self.verification.ask(output, self._count())
         tensors = [tensor for _, tensor in leaves(output)]
         outputs = tuple(self._has_samples(k, tensor) for k, tensor in enumerate(tensors))
         for tensor, has_samples in zip(tensors, outputs, strict=True):
-            owners = self._samples.owners(tuple(tensor.shape), self._n) if has_samples else None
-            if owners is not None:
+            owners = self._samples.owners(tuple(tensor.shape), self._n)
+            if owners is not None and has_samples:
                 self.know(tensor, owners, call)
-            elif self._seen is not None and tensor.grad_fn is not None:
-                self._note_other(tensor, call)
+            elif owners is not None and self._seen is not None and tensor.grad_fn is not None:
+                self._others.add(tensor, owners, call)
         if self._seen is not None:
             self._unwatched.add(call)
         seen = self._seen or Seen(self._n is not None, outputs)
         self._found[call] = self._key, self._given, seen
         if self._seen is None and output is not None:
             meet_call(self._model, self._key, seen)
-
-    def _note_other(self, tensor: Tensor, call: int) -> None:
-        owners, node = self._samples.owners(tuple(tensor.shape), self._n), tensor.grad_fn
-        if owners is not None and node is not None:
-            key = node.name(), node._sequence_nr(), tensor.output_nr
-            self._others[key] = Known(weakref.ref(token(node)), owners, call)
 
     def _has_samples(self, place: int, tensor: Tensor) -> bool:
         if tensor.grad_fn is None:
@@ -268,57 +257,10 @@ class Forward:
         ids = self._samples.ids
         return self._n if ids is None else len(ids)
 
-    def _try(self, output: Any) -> None:
-        """Run the model again where the user asks for it, and note which outputs mix samples."""
-        outer, self._outer, n = self._outer, None, self._count()
-        if outer is None or n is None or output is None or not self._verify:
-            return
-        module, args, kwargs, before = outer
-        after = State(self._model)
-
-        def run(args: Any, kwargs: Any) -> Any:
-            before.restore()
-            try:
-                return without_hooks(module)(*args, **kwargs)
-            finally:
-                after.restore()
-
-        self.trying = True
-        try:
-            found = mixing(run, args, kwargs, output, self._samples.owners, n)
-        finally:
-            self.trying = False
-        for path, tensor in leaves(output):
-            if tensor.grad_fn is not None:
-                self._verified[tensor.grad_fn.name(), tensor.grad_fn._sequence_nr(), tensor.output_nr] = found.get(path)
-
-    def refuse_mixing(self, starts: Sequence[Edge]) -> None:
-        """Raise where a backward starts from outputs that mix samples, or from what could not be asked."""
-        for node, output in starts:
-            key = node.name(), node._sequence_nr(), output
-            if key not in self._verified:
-                raise UnsupportedError(
-                    f"verify=True: the samples of this loss start at {node.name()}, which is no output of the model: "
-                    "it cannot be asked again whether they interact there.\n  return what the loss is made of, or "
-                    "leave verify=True out"
-                )
-            if (found := self._verified[key]) is not None:
-                raise InteractionError(
-                    f"samples interact: {found}, though the graph shows no trace of it (detached statistics, mixup).\n"
-                    '  without verify=True, interacting="exact" gives the derivative of each sample\'s part of the loss'
-                )
-
     def know(self, tensor: Tensor, owners: Layout, call: int, *, marked: bool = False) -> None:
         """The samples of a tensor are known."""
-        node = tensor.grad_fn
-        assert node is not None
-        self._known[node.name(), node._sequence_nr(), tensor.output_nr] = Known(
-            weakref.ref(token(node)), owners, call, marked
-        )
-        if len(self._known) > 2 * self._alive:  # a long block: let go of graphs that are gone
-            self._known = {key: known for key, known in self._known.items() if known.token() is not None}
+        if self._known.add(tensor, owners, call, marked=marked):
             self._spans = self._spans[-10_000:]
-            self._alive = max(len(self._known), 64)
 
     def mark(self, tensor: Tensor) -> None:
         """Dimension 0 of this tensor is the samples."""
@@ -331,7 +273,7 @@ class Forward:
 
     def find(self, nodes: Sequence[Node]) -> tuple[dict[Edge, Layout], frozenset[int]]:
         """Those of these nodes whose samples are known, and the calls that made them."""
-        found = _alive(self._known, nodes)
+        found = self._known.find(nodes)
         self.is_marked = any(entry.marked for entry in found.values())
         if self.is_marked:
             found = {edge: entry for edge, entry in found.items() if entry.marked}
@@ -355,7 +297,7 @@ class Forward:
     def by_evidence(self, nodes: Sequence[Node]) -> dict[Edge, Layout]:
         """Outputs of calls that were not watched, if they depend on rows of an input."""
         told = {node for node in nodes if not is_leaf(node) and self.rows.are_saved_by(node)}
-        found = {**_alive(self._known, nodes), **_alive(self._others, nodes)}
+        found = {**self._known.find(nodes), **self._others.find(nodes)}
         return {
             (node, output): entry.owners
             for (node, output), entry in found.items()
@@ -383,23 +325,6 @@ class Forward:
         return ""
 
 
-def _alive(entries: Mapping[tuple[str, int, int], Known], nodes: Sequence[Node]) -> dict[Edge, Known]:
-    """Those of these nodes that are remembered by name and number, and are still the same."""
-    alive = [key for key, known in entries.items() if known.token() is not None]
-    numbers = {number for _, number, _ in alive}
-    found: dict[Edge, Known] = {}
-    for node in nodes:
-        if node._sequence_nr() not in numbers or is_leaf(node):
-            continue
-        for output in range(len(node._input_metadata)):
-            entry = entries.get((node.name(), node._sequence_nr(), output))
-            if entry is not None and token(node) is entry.token():
-                found[node, output] = entry
-        if len(found) == len(alive):  # as a rule near the roots: the model's output
-            break
-    return found
-
-
 def _number(given: Sequence[Tensor], k: int) -> int | None:
     """How many samples there are: the size of that dimension of the first tensor that has it. But where that may be
     rows of all samples after each other (patches of images), and token ids say how many samples, they are right."""
@@ -415,7 +340,10 @@ def _number(given: Sequence[Tensor], k: int) -> int | None:
     return n
 
 
-def _positions(tensor: Tensor) -> int | None:
-    """How many tokens a sample has, if this is token ids or a row of vectors."""
-    is_ids = tensor.dim() == 2 and not tensor.is_floating_point()
-    return int(tensor.shape[1]) if is_ids or tensor.dim() == 3 else None
+def _positions(given: Sequence[Tensor]) -> int | None:
+    """How many tokens a sample has, if the first tensor of two dimensions or more is token ids or rows of vectors."""
+    first = next((t for t in given if t.dim() > 1), None)
+    if first is None:
+        return None
+    is_ids = first.dim() == 2 and not first.is_floating_point()
+    return int(first.shape[1]) if is_ids or first.dim() == 3 else None

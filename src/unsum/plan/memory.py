@@ -82,7 +82,7 @@ class Calls:
     seen: Seen
     sizes: OrderedDict[Hashable, int] = field(default_factory=OrderedDict)
     structures: set[Hashable] = field(default_factory=set)
-    vary: bool = False  # whether something else was seen of another of them: then each is watched
+    vary: bool = False  # whether one does not follow from another: then each is watched
 
     def need_no_watching(self, sizes: Hashable) -> bool:
         """Whether such a call will lead to a graph that is known: these sizes did so twice, or all sizes do."""
@@ -117,9 +117,16 @@ def know_call(model: nn.Module, key: Hashable, sizes: Hashable, seen: Seen, stru
         calls.sizes.popitem(last=False)
 
 
+def always_watch(model: nn.Module, key: Hashable, seen: Seen) -> None:
+    """What calls like this one lead to does not follow from what is known: each is watched from now on."""
+    _calls.setdefault(model, {}).setdefault(key, Calls(seen)).vary = True
+
+
 def forget_call(model: nn.Module, key: Hashable) -> None:
     """Calls like this one are watched anew."""
-    _calls.get(model, {}).pop(key, None)
+    calls = _calls.get(model, {})
+    if key in calls and not calls[key].vary:
+        del calls[key]
 
 
 def is_in_a_loop(model: nn.Module) -> bool:
@@ -131,7 +138,8 @@ def is_in_a_loop(model: nn.Module) -> bool:
 
 def watch_again(model: nn.Module) -> None:
     """What calls of a model led to may have changed: they are watched anew."""
-    _calls.pop(model, None)
+    if model in _calls:
+        _calls[model] = {key: calls for key, calls in _calls[model].items() if calls.vary}
 
 
 def forget(model: nn.Module) -> None:

@@ -120,11 +120,16 @@ def flags(
     return (
         tuple(map(_training, modules)),
         tuple(map(_wanted, parameters)),
-        tuple([(t.dim(), t.dtype, t.requires_grad, id(t) in own) for t in given]),
+        tuple([(t.dim(), t.dtype, t.requires_grad, id(t) in own, _is_dense(t)) for t in given]),
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cpu"),
         torch.is_autocast_enabled("cuda"),
     )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's numbers lie one after the other: what is made of others may be a copy, with no rows of it."""
+    return tensor.layout == torch.strided and tensor.is_contiguous()
 
 
 def sizes_of(given: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:

@@ -1,0 +1,70 @@
+"""Tensors whose samples are known, found again as nodes of a graph. No graph is held for it: a node is known by its
+kind, its number and a token that dies with it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from unsum.graph.layout import Layout
+from unsum.graph.nodes import Edge, Node, is_leaf
+from unsum.inplace import Token, token
+
+Number = tuple[str, int, int]  # kind of node, its number, which of its outputs
+
+
+@dataclass(frozen=True)
+class Known:
+    """A tensor whose samples are known."""
+
+    token: weakref.ref[Token]
+    owners: Layout
+    call: int
+    marked: bool = False  # by the user: goes before what the outputs say
+
+
+def number(node: Node, output: int) -> Number:
+    """What an output of a node is found by."""
+    return node.name(), node._sequence_nr(), output
+
+
+class KnownTensors:
+    """The tensors of a block whose samples are known."""
+
+    def __init__(self) -> None:
+        self._known: dict[Number, Known] = {}
+        self._alive = 64
+
+    def add(self, tensor: Tensor, owners: Layout, call: int, *, marked: bool = False) -> bool:
+        """Remember a tensor; True if some whose graphs are gone were forgotten, as in a long block."""
+        node = tensor.grad_fn
+        assert node is not None
+        self._known[number(node, tensor.output_nr)] = Known(weakref.ref(token(node)), owners, call, marked)
+        if len(self._known) <= 2 * self._alive:
+            return False
+        self._known = {key: known for key, known in self._known.items() if known.token() is not None}
+        self._alive = max(len(self._known), 64)
+        return True
+
+    def find(self, nodes: Sequence[Node]) -> dict[Edge, Known]:
+        """Those of these nodes' outputs that are known."""
+        alive = [key for key, known in self._known.items() if known.token() is not None]
+        numbers = {which for _, which, _ in alive}
+        found: dict[Edge, Known] = {}
+        for node in nodes:
+            if node._sequence_nr() not in numbers or is_leaf(node):
+                continue
+            for output in range(len(node._input_metadata)):
+                entry = self._known.get(number(node, output))
+                if entry is not None and token(node) is entry.token():
+                    found[node, output] = entry
+            if len(found) == len(alive):  # as a rule near the roots: the model's output
+                break
+        return found
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._known.clear()
