@@ -24,7 +24,7 @@ def checked(name: str, step: Callable[[], Any], model: nn.Module, losses: Any, x
     """How far a way's result is from what plain autograd gives, relative."""
     model.zero_grad(set_to_none=True)
     found = step()
-    kind = name.partition(",")[0]  # "clipped, memory=0" is a clipped sum
+    kind = name.partition(",")[0]  # "clipped, twice" is a clipped sum
     if kind not in CHECKS:
         return "-"
     off = CHECKS[kind](found, model, losses, x, y)

@@ -5,10 +5,11 @@
 The unit is one training step: forward, loss (a sum over samples), backward. In each repetition every way makes one
 step, in random order, and its time is divided by that of the plain step of the same repetition; shown are the median of
 these ratios, their quartiles, and peak memory over that of the plain step (on a GPU all memory, on a CPU what the step
-adds). "clipped" holds what fits half of the free memory, "clipped, factors" factors alone, "clipped, memory=0" nothing:
-it goes backward twice. Each way is checked against plain autograd: norms and dots against gradients of one sample at a
-time, clipped sums against the gradient of a weighted loss, projections against the projection of `.grad`, norms of
-tokens against what modules were given and got back, captures against the weight gradients that they multiply to.
+adds). "clipped" holds what fits half of the free memory, "clipped, factors" factors alone, "clipped, twice" nothing:
+one backward for the norms, one of the weighted losses. Each way is checked against plain autograd: norms and dots
+against gradients of one sample at a time, clipped sums against the gradient of a weighted loss, projections against the
+projection of `.grad`, norms of tokens against what modules were given and got back, captures against the weight
+gradients that they multiply to.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def experts(batch: int, length: int, width: int, layers: int) -> Callable[[], An
 
 SMALL = {"width": 768, "depth": 12, "heads": 12, "vocabulary": 50304}
 LARGE = {"width": 2048, "depth": 8, "heads": 16, "vocabulary": 32000}
-CLIPPED = ("clipped", "clipped, factors", "clipped, memory=0", "clipped, with .grad")
+CLIPPED = ("clipped", "clipped, factors", "clipped, twice", "clipped, with .grad")
 ALL = ("norms", *CLIPPED, "projected", "projected, linears", "tokens", "dots", "captured")
 MODELS: dict[str, dict[str, tuple[Callable[[], Any], tuple[str, ...]]]] = {
     "cuda": {
@@ -118,6 +119,13 @@ def ways_of(model: nn.Module, losses: Any, x: Tensor, y: Tensor, names: tuple[st
             losses(model, x, y).sum().backward()
         return got
 
+    def twice() -> Any:
+        with unsum.gradients(model, unsum.Norms(), grad=False) as g:
+            each = losses(model, x, y)
+            each.sum().backward(retain_graph=True)
+        (each * clip(g[unsum.Norms].norms())).sum().backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
     def with_frozen(step: Step, trained: set[int]) -> Any:
         for p in model.parameters():
             p.requires_grad_(id(p) in trained)
@@ -135,7 +143,7 @@ def ways_of(model: nn.Module, losses: Any, x: Tensor, y: Tensor, names: tuple[st
         "clipped, factors": lambda: held_as_factors(
             lambda: block(unsum.WeightedSum(clip), grad=False)[unsum.WeightedSum].sum()
         ),
-        "clipped, memory=0": lambda: block(unsum.WeightedSum(clip, memory=0), grad=False)[unsum.WeightedSum].sum(),
+        "clipped, twice": twice,
         "clipped, with .grad": lambda: block(unsum.WeightedSum(clip))[unsum.WeightedSum].sum(),
         "projected": project,
         "projected, linears": lambda: with_frozen(project, matrices),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from reference import each_of
 from torch import Tensor, nn
 
 from architectures import BOTH, DECODERS, ENCODERS, VISION
@@ -145,19 +146,12 @@ class Architecture:
         return (out.square().mean(1) + 0.1).log()
 
 
-def each_of(losses: Tensor, model: nn.Module) -> dict[str, Tensor]:
-    """{parameter: (n, *shape)}: the truth, one sample at a time, from the graph that the losses have."""
-    names, parameters = zip(*((name, p) for name, p in model.named_parameters() if p.requires_grad), strict=True)
-    rows = [torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True) for loss in losses]
-    return {name: torch.stack(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)}
-
-
 def plain(architecture: Architecture, model: nn.Module, step: Step) -> tuple[Step, dict[str, Tensor]] | str:
     """The step as far as torch itself can go, with the truth; or why it cannot at all."""
     why = ""
     for one in step.simpler():
         try:
-            each = each_of(architecture.losses(model, one), model)
+            each = each_of(model, architecture.losses(model, one))
         except Exception as error:
             why = why or f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
             continue

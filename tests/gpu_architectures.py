@@ -126,7 +126,8 @@ def blocks_of(
     architecture: Any, model: Any, step: Any, again: Any, tolerance: float, *, norms_first: bool
 ) -> tuple[str, str]:
     """(outcome, what there is to say) of both blocks."""
-    import batches
+    from reference import each_of
+
     import unsum
 
     try:
@@ -136,7 +137,7 @@ def blocks_of(
         with unsum.gradients(model) as g:
             losses = architecture.losses(model, step)
             losses.sum().backward(retain_graph=True)
-        each = batches.each_of(losses, model)
+        each = each_of(model, losses)
         del losses
         offs = [(*grads_off(model, each), "")]
         if not norms_first:

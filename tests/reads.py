@@ -36,7 +36,7 @@ def assert_reducers(model, loss, each, tolerance):
     factor = clip(squares.sqrt())
     for kinds in ("all", "norms", "norms"):
         norms, project = unsum.Norms(), unsum.Project(2, 3)
-        sums = (unsum.WeightedSum(clip), unsum.WeightedSum(clip, memory=0))  # in one backward, or in two
+        sums = (unsum.WeightedSum(clip), unsum.WeightedSum(clip, memory=0))  # of gradients, of factors
         others = (*sums, unsum.SecondMoment(), project) if kinds == "all" else ()
         model.zero_grad()
         with unsum.gradients(model, norms, *others) as g:
@@ -50,10 +50,7 @@ def assert_reducers(model, loss, each, tolerance):
                 clipped = torch.tensordot(factor, values.double(), 1)
                 for weighted in sums:
                     how = weighted.chosen.get(name, "gradients")
-                    loose = (
-                        max(tolerance, 1e-6) if how == "second backward" else tolerance
-                    )  # float32 inside, rounded anew
-                    close(weighted.sum()[name], clipped, loose, scale, f"{name}: clipped sum ({how})")
+                    close(weighted.sum()[name], clipped, tolerance, scale, f"{name}: clipped sum ({how})")
                 moment = values.double().square().sum(0)
                 close(g[unsum.SecondMoment].sum_squares()[name], moment, tolerance, scale**2, f"{name}: second moment")
         if others:

@@ -13,85 +13,22 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from reference import each_of, per_sample_gradients
 from torch import nn
 from torch.nn import functional as F
 
 import unsum
+from one_by_one import assert_same, right_or_refused, same, squares
+from one_by_one import random as noise
 from unsum.errors import InteractionError, UnsumError
 
 N, D = 4, 5
 SAID = r"verify|again"
 
 
-# ---- truth and comparison -----------------------------------------------------------------------------------------
-
-
-def alone(model, losses):
-    """{parameter: (n, *shape)} by plain autograd, one loss after the other. `losses` are each sample's."""
-    names, parameters = zip(*((name, p) for name, p in model.named_parameters() if p.requires_grad), strict=True)
-    rows = [torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True) for loss in losses]
-    return {name: torch.stack(values).double() for name, values in zip(names, zip(*rows, strict=True), strict=True)}
-
-
-def by_rows(model, loss, *batch):
-    model = copy.deepcopy(model).double()
-    batch = [t.double() if t.is_floating_point() else t for t in batch]
-    return alone(model, [loss(model, *(t[i : i + 1] for t in batch)) for i in range(len(batch[0]))])
-
-
-def norms_of(each):
-    return torch.cat([values.reshape(len(values), -1) for values in each.values()], 1).norm(dim=1)
-
-
-def same(ours, wanted, tolerance, what):
-    assert ours.shape == wanted.shape, f"{what}: {tuple(ours.shape)}, wanted {tuple(wanted.shape)}"
-    off = float((ours.double() - wanted).abs().max()) if wanted.numel() else 0.0
-    assert off <= tolerance, f"{what}: off by {off:.1e}"
-
-
-def assert_same(g, each, reducer=None, tolerance=1e-9):
-    tolerance = tolerance * float(norms_of(each).max())
-    assert tolerance > 0
-    if reducer is not None:
-        same(g[reducer].norms(), norms_of(each), tolerance, "Norms")
-        return
-    for name, wanted in each.items():
-        same(g[name].per_sample(), wanted, tolerance, f"{name}.per_sample")
-
-
-def right_or_refused(model, run, each, tolerance=1e-9, **options):
-    """Every block is right or refused by an error of unsum's own. True if none was refused."""
-    right = True
-    for reducer in ("plain", None, None, unsum.Norms(), unsum.Norms()):
-        model.zero_grad()
-        try:
-            if reducer == "plain":  # without unsum: the truth of the test itself
-                run().backward()
-            else:
-                with unsum.gradients(model, *([reducer] if reducer else []), **options) as g:
-                    run().backward()
-                assert_same(g, each, reducer, tolerance)
-        except UnsumError:
-            right = False
-            continue
-        for name, values in each.items():
-            grad = dict(model.named_parameters())[name].grad
-            grad = torch.zeros_like(values[0]) if grad is None else grad
-            same(grad, values.sum(0), len(values) * tolerance * float(norms_of(each).max()), f"{name}.grad, {reducer}")
-    return right
-
-
-def noise(*shape):
-    return torch.randn(*shape, dtype=torch.float64)
-
-
 def mlp(*between):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(D, 6), *between, nn.Tanh(), nn.Linear(6, 3)).double()
-
-
-def squares(model, *batch):
-    return model(*batch).square().sum()
 
 
 # ---- a model that cannot be run again -----------------------------------------------------------------------------
@@ -182,7 +119,7 @@ def test_verify_is_right_or_says_so_where_an_argument_might_be_given_again(argum
     except UnsumError as error:
         assert_says_so(error)
     else:
-        assert_same(g, alone(model, model(x, make(other)).square().sum(1)), reducer)
+        assert_same(g, each_of(model, model(x, make(other)).square().sum(1)), reducer)
 
 
 @KINDS
@@ -199,7 +136,7 @@ def test_what_cannot_be_given_again_is_right_without_verify(argument):
     torch.manual_seed(0)
     make, read = (CANNOT | MIGHT)[argument]
     model, x, other = Given(read).double(), noise(N, D), noise(N, D)
-    each = alone(model, model(x, make(other)).square().sum(1))
+    each = each_of(model, model(x, make(other)).square().sum(1))
     assert right_or_refused(model, lambda: squares(model, x, make(other)), each)
 
 
@@ -255,7 +192,7 @@ def test_the_block_after_one_that_could_not_be_verified_is_right():
     with pytest.raises(UnsumError):
         verified(model, None, x)
     assert all(p.grad is None for p in model.parameters())
-    each = {f"net.{name}": values for name, values in by_rows(model.net, squares, x).items()}
+    each = {f"net.{name}": values for name, values in per_sample_gradients(model.net, squares, x).items()}
     assert right_or_refused(model, lambda: squares(model, x), each)
 
 
@@ -282,7 +219,7 @@ class Cached(nn.Module):
 @pytest.mark.parametrize("verify", [False, True])
 def test_a_cache_that_is_written_to_is_right_or_refused(verify):
     model, ids, caches = Cached(), torch.randint(1, 20, (N, 3)), []
-    each = by_rows(model, lambda m, ids: squares(m, ids, m.make()), ids)
+    each = per_sample_gradients(model, lambda m, ids: squares(m, ids, m.make()), ids)
 
     def run():
         caches.append(model.make())
@@ -411,7 +348,7 @@ def stateful(name, matters):
 def test_verify_leaves_nothing_behind_or_says_that_it_cannot_ask(name, matters, kind):
     x = noise(N, D)
     model, read = stateful(name, matters)
-    each = alone(model, model(x).square().sum(1))
+    each = each_of(model, model(x).square().sum(1))
     wanted = read()
     model, read = stateful(name, matters)
     try:
@@ -442,7 +379,7 @@ def test_a_block_without_verify_leaves_what_one_run_leaves(name, matters):
     """As many samples as outputs: a library may want to ask along which dimension they lie."""
     x = noise(3, D)
     model, read = stateful(name, matters)
-    each = alone(model, model(x).square().sum(1))
+    each = each_of(model, model(x).square().sum(1))
     wanted = read()
     for reducer in (None, unsum.Norms()):
         model, read = stateful(name, matters)
@@ -482,7 +419,7 @@ def test_hooks_that_another_thread_has_put_there_are_called_once(kind):
     except UnsumError:
         return
     assert len(calls) == 3
-    assert_same(g, by_rows(model, squares, x))
+    assert_same(g, per_sample_gradients(model, squares, x))
 
 
 def test_a_call_from_another_thread_is_heard_while_the_model_is_asked():
@@ -543,7 +480,7 @@ def test_nested_tensors_are_right_or_refused(way, lengths):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(D, 6), nn.ReLU(), nn.Linear(6, 3)).double()
     rows = [noise(length, D) for length in lengths]
-    each = alone(model, [squares(model, row) for row in rows])
+    each = each_of(model, [squares(model, row) for row in rows])
     with warnings.catch_warnings(action="ignore"):
         right_or_refused(model, lambda: NESTED[way](model, rows), each)
 
@@ -558,7 +495,7 @@ def test_nested_tensors_inside_the_model_are_right_or_refused():
             return self.net(jagged([row[:length] for row, length in zip(x, lengths, strict=True)])).values()
 
     model, x, lengths = Inside(), noise(N, 5, D), [3, 1, 5, 2]
-    each = alone(model, [squares(model.net, row[:length]) for row, length in zip(x, lengths, strict=True)])
+    each = each_of(model, [squares(model.net, row[:length]) for row, length in zip(x, lengths, strict=True)])
     right_or_refused(model, lambda: model(x, lengths).square().sum(), each)
 
 
@@ -584,7 +521,7 @@ def test_scripted_modules_are_right_or_refused(way):
     x = noise(N, D)
     with warnings.catch_warnings(action="ignore"):
         model = JITTED[way](x)
-    each = alone(model, model(x).square().sum(1))
+    each = each_of(model, model(x).square().sum(1))
     for _ in range(2):  # such a module is optimised after some runs
         right_or_refused(model, lambda: squares(model, x), each)
 
@@ -602,7 +539,7 @@ def test_a_scripted_function_in_the_model_is_right_or_refused():
             return self.b(gelu(self.a.bias, F.linear(x, self.a.weight)))
 
     model, x = Fused().double(), noise(N, D)
-    each = alone(model, model(x).square().sum(1))
+    each = each_of(model, model(x).square().sum(1))
     for _ in range(2):
         right_or_refused(model, lambda: squares(model, x), each)
 
@@ -616,7 +553,7 @@ def _gelu(bias: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
 def test_many_backwards_at_once_for_the_inputs_bring_no_samples_or_are_refused(kind):
     reducer = kind() if kind else None
     model, x = mlp(), noise(N, D).requires_grad_()
-    each = by_rows(model, squares, x.detach())
+    each = per_sample_gradients(model, squares, x.detach())
     directions = torch.eye(3).double()[:, None].expand(3, N, 3)
     wanted = torch.autograd.grad(model(x), x, directions, is_grads_batched=True)[0]
     for _ in range(3):
@@ -641,7 +578,7 @@ def test_many_backwards_at_once_for_the_parameters_add_up_or_are_refused(kind):
         try:
             with unsum.gradients(model, *([reducer] if reducer else [])) as g:
                 found = torch.autograd.grad(model(x), parameters, directions, is_grads_batched=True)
-            assert_same(g, by_rows(model, lambda m, x: m(x).sum(), x), reducer)
+            assert_same(g, per_sample_gradients(model, lambda m, x: m(x).sum(), x), reducer)
         except UnsumError:
             continue
         for ours, right in zip(found, wanted, strict=True):
@@ -666,7 +603,7 @@ class Empty(nn.Module):
 def test_layers_without_inputs_or_outputs_are_right_or_refused(sizes, shape):
     torch.manual_seed(0)
     model, x = Empty(*sizes).double(), noise(*shape)
-    each = by_rows(model, squares, x)
+    each = per_sample_gradients(model, squares, x)
     right_or_refused(model, lambda: squares(model, x), each)
 
 
@@ -675,7 +612,7 @@ def test_a_layer_without_inputs_alone_is_right_or_refused():
         model = nn.Linear(0, 3).double()
     nn.init.normal_(model.bias)
     x = torch.zeros(N, 0).double()
-    right_or_refused(model, lambda: squares(model, x), by_rows(model, squares, x))
+    right_or_refused(model, lambda: squares(model, x), per_sample_gradients(model, squares, x))
 
 
 def test_parameters_of_no_rows_are_right_or_refused():
@@ -690,7 +627,7 @@ def test_parameters_of_no_rows_are_right_or_refused():
             return self.net(torch.cat([self.prompt.expand(len(x), -1, -1), x], 1))
 
     model, x = Virtual().double(), noise(N, 3, D)
-    right_or_refused(model, lambda: squares(model, x), by_rows(model, squares, x))
+    right_or_refused(model, lambda: squares(model, x), per_sample_gradients(model, squares, x))
 
 
 @KINDS
@@ -729,7 +666,7 @@ def test_parameters_on_the_meta_device_that_are_not_used_are_right_or_refused():
             return self.net(x)
 
     model, x = Unused(), noise(N, D)
-    each = {f"net.{name}": values for name, values in by_rows(model.net, squares, x).items()}
+    each = {f"net.{name}": values for name, values in per_sample_gradients(model.net, squares, x).items()}
     right_or_refused(model, lambda: squares(model, x), each)
     right_or_refused(model, lambda: squares(model, x), each, params="net.*")
 
@@ -742,7 +679,7 @@ GRAD_DTYPES = [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16),
 @pytest.mark.parametrize(("weights", "grads"), GRAD_DTYPES)
 def test_gradients_of_another_dtype_than_the_weights_are_right_or_refused(weights, grads, frozen_bias):
     model, x = mlp().to(weights), torch.randn(N, D).to(weights)
-    each = by_rows(model, squares, x)
+    each = per_sample_gradients(model, squares, x)
     for name, p in model.named_parameters():
         if not (frozen_bias and name.endswith("bias")):
             p.grad_dtype = grads
@@ -791,7 +728,7 @@ def energy_loss(model, positions):
 def test_forces_are_right_or_refused(give, summed, n):
     torch.manual_seed(0)
     model, x = Energy(give, summed).double(), noise(n, 5, 3)
-    right_or_refused(model, lambda: energy_loss(model, x), by_rows(model, energy_loss, x))
+    right_or_refused(model, lambda: energy_loss(model, x), per_sample_gradients(model, energy_loss, x))
 
 
 def penalised(model, x, of=lambda out: out.sum()):
@@ -801,22 +738,22 @@ def penalised(model, x, of=lambda out: out.sum()):
     return out, (slope.flatten(1).norm(dim=1) - 1).square()
 
 
-@pytest.mark.parametrize("alone_", [False, True], ids=["with the loss", "alone"])
+@pytest.mark.parametrize("alone", [False, True], ids=["with the loss", "alone"])
 @pytest.mark.parametrize("n", [4, 3, 5], ids=["no sizes coincide", "n = outputs", "n = features"])
-def test_a_penalty_on_gradients_in_the_loss_is_right_or_refused(n, alone_):
+def test_a_penalty_on_gradients_in_the_loss_is_right_or_refused(n, alone):
     model, x = mlp(), noise(n, D)
 
     def loss(m, x):
         out, penalty = penalised(m, x)
-        return penalty.sum() + (0 if alone_ else out.square().sum())
+        return penalty.sum() + (0 if alone else out.square().sum())
 
-    right_or_refused(model, lambda: loss(model, x), by_rows(model, loss, x))
+    right_or_refused(model, lambda: loss(model, x), per_sample_gradients(model, loss, x))
 
 
 def test_a_penalty_on_gradients_that_is_marked_is_right_or_refused():
     model, x = mlp(), noise(N, D)
     loss = lambda m, x: penalised(m, x)[1]
-    each = by_rows(model, lambda m, x: loss(m, x).sum(), x)
+    each = per_sample_gradients(model, lambda m, x: loss(m, x).sum(), x)
     right_or_refused(model, lambda: unsum.mark_samples(loss(model, x)).sum(), each)
 
 
@@ -833,7 +770,7 @@ def test_a_penalty_on_gradients_inside_the_model_is_right_or_refused(of):
             return penalised(self.net, x, of)[1]
 
     model, x = Inside(), noise(N, D)
-    each = alone(model, model(x))  # each entry's derivative, also where `of` mixes samples
+    each = each_of(model, model(x))  # each entry's derivative, also where `of` mixes samples
     right_or_refused(model, lambda: model(x).sum(), each)
 
 
@@ -851,7 +788,7 @@ def test_a_step_of_learning_inside_the_model_is_right_or_refused():
 
     torch.manual_seed(0)
     model, x = Learning().double(), noise(N, D)
-    each = alone(model, model(x).square().sum(1))
+    each = each_of(model, model(x).square().sum(1))
     right_or_refused(model, lambda: squares(model, x), each)
     with pytest.raises(UnsumError):  # the step mixes samples
         with unsum.gradients(model):

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import batches
-import test_timm
 import unsum
 from reads import assert_reads, assert_reducers, close
 
@@ -78,7 +77,3 @@ def test_every_step_of_a_loop(name):
             error.add_note(f"in the step {done[0]} ({what})")
             raise
     assert ran >= 4
-
-
-def test_the_lists_of_timm_are_the_same():
-    assert [*batches.TIMM] == test_timm.SMALL

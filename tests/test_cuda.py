@@ -198,5 +198,4 @@ def test_clipped_sums(dtype, memory):
             wanted = torch.tensordot(clip(norms), each[name], 1)
             off = (found.double().cpu() - wanted).norm() / (clip(norms) * norms).norm()
             assert off < (1e-4 if dtype == torch.float32 else 3e-2), name
-    ways = set(g[unsum.WeightedSum].chosen.values())
-    assert ("second backward" in ways) == (memory == 0)
+    assert memory is None or "factors" in g[unsum.WeightedSum].chosen.values()

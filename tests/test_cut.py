@@ -1,78 +1,21 @@
 """Where ownership starts: at the tensors whose samples are known, whatever the model returns, whatever the caller
 drops, and whatever sizes happen to coincide."""
 
-import contextlib
-import copy
 import functools
 
 import pytest
 import torch
+from reference import alone, per_sample_gradients
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import unsum
+from one_by_one import assert_right, assert_rows, random, right_or_refused, same
 from unsum.errors import InteractionError, UnsumError
 
 D = 5
 IGNORED = -100
-
-
-# ---- truth and comparison -----------------------------------------------------------------------------------------
-
-
-def alone(model, losses, chosen=lambda name: True):
-    """{parameter: (n, *shape)}: `losses(model)` gives each sample's part of the loss, in a float64 copy."""
-    model = copy.deepcopy(model).double()
-    names = [name for name, p in model.named_parameters() if p.requires_grad and chosen(name)]
-    parameters = [model.get_parameter(name) for name in names]
-    rows = [torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True) for loss in losses(model)]
-    return {name: torch.stack(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)}
-
-
-def shares(rows, loss):
-    """(n,): that part of the loss which enters at each row, as a function of the row alone."""
-    (at,) = torch.autograd.grad(loss(rows), rows, retain_graph=True)
-    return (rows * at).flatten(1).sum(1)
-
-
-def same(ours, wanted, tolerance, what):
-    assert ours.shape == wanted.shape, f"{what}: {tuple(ours.shape)}, wanted {tuple(wanted.shape)}"
-    off = float((ours.double() - wanted).abs().max())
-    assert off <= tolerance, f"{what}: off by {off:.1e}"
-
-
-def assert_right(model, loss, each, *, shared=None, tolerance=1e-9, **options):
-    """Gradients of `loss()` by sample, learnt and again; then their norms in blocks of their own."""
-    flat = torch.cat([values.reshape(len(values), -1) for values in each.values()], 1)
-    tolerance = tolerance * float(flat.norm(dim=1).max())
-    assert tolerance > 0
-    total = {name: values.sum(0) + (shared or {}).get(name, 0) for name, values in each.items()}
-    plain = torch.autograd.grad(loss(), [model.get_parameter(name) for name in each], materialize_grads=True)
-    for (name, wanted), grad in zip(total.items(), plain, strict=True):
-        same(grad, wanted, len(flat) * tolerance, f"the truth of this test itself, {name}")
-    for reducers in ((), (), (unsum.Norms(),), (unsum.Norms(),)):
-        model.zero_grad()
-        with unsum.gradients(model, *reducers, **options) as g:
-            loss().backward()
-        for name, wanted in total.items():
-            grad = model.get_parameter(name).grad
-            same(torch.zeros_like(wanted) if grad is None else grad, wanted, len(flat) * tolerance, f"{name}.grad")
-        if reducers:
-            same(g[reducers[0]].norms(), flat.norm(dim=1), tolerance, "Norms")
-            continue
-        assert sorted(g) == sorted(each)
-        for name, wanted in each.items():
-            same(g[name].per_sample(), wanted, tolerance, f"{name}.per_sample")
-
-
-def assert_right_or_refused(*args, **options):
-    with contextlib.suppress(UnsumError):
-        assert_right(*args, **options)
-
-
-def random(*shape):
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 # ---- the loss is computed inside the model ------------------------------------------------------------------------
@@ -240,9 +183,8 @@ def test_only_the_loss_of_a_language_model_is_kept(n, t):
 def test_only_the_loss_of_a_language_model_is_kept_and_it_counts_the_tokens_of_many_batches():
     model = gpt2().double()
     ids, labels = sentences(3, 6)
-    loss = lambda m, rows: m(ids[rows], labels=labels[rows], num_items_in_batch=50).loss
-    each = alone(model, lambda m: (loss(m, [i]) for i in range(3)))
-    assert_right(model, lambda: loss(model, slice(None)), each, tolerance=1e-5)
+    loss = lambda m, ids, labels: m(ids, labels=labels, num_items_in_batch=50).loss
+    assert_rows(model, loss, ids, labels, tolerance=1e-5)
 
 
 @pytest.mark.parametrize(("n", "t"), [(3, 6), (6, 6)], ids=["no sizes coincide", "n = T"])
@@ -389,7 +331,8 @@ def test_a_fused_loss_gives_the_gradients_of_the_body(sizes):
     torch.manual_seed(0)
     n, t, v = SIZES[sizes]
     model, (ids, labels) = Fused(v).double(), tokens_and_labels(n, t, v)
-    each = alone(model, lambda m: mean_over_tokens(m, ids, labels), lambda name: name != "head.weight")
+    each = alone(model, lambda m: mean_over_tokens(m, ids, labels))
+    del each["head.weight"]
     assert_right(model, lambda: model(ids, labels), each, params=["tokens.*", "body.*"])
 
 
@@ -450,16 +393,14 @@ def test_as_many_samples_as_a_recurrent_network_has_states(kind, read, whole, t)
         out = m(x)
         return READS[read](out[0], last(out)).square().sum()
 
-    each = alone(model, lambda m: (loss(m, x[i : i + 1]) for i in range(4)))
-    assert_right(model, lambda: loss(model, x), each)
+    assert_rows(model, loss, x)
 
 
 @pytest.mark.parametrize("layers", [1, 4])
 def test_as_many_samples_as_states_of_one_direction(layers):
     torch.manual_seed(0)
     model, x = nn.GRU(D, 3, layers, batch_first=True).double(), random(layers, 3, D)
-    each = alone(model, lambda m: (m(x[i : i + 1])[0].square().sum() for i in range(layers)))
-    assert_right(model, lambda: model(x)[0].square().sum(), each)
+    assert_rows(model, lambda m, x: m(x)[0].square().sum(), x)
 
 
 def mlp(outputs=4):
@@ -495,8 +436,7 @@ def test_as_many_samples_as_classes_that_come_first_is_right_or_refused():
 
     model, x, y = Turned(), random(4, D), torch.tensor([2, 0, 3, 1])
     loss = lambda m, x, y: F.cross_entropy(m(x).T, y, reduction="sum")
-    each = alone(model, lambda m: (loss(m, x[i : i + 1], y[i : i + 1]) for i in range(4)))
-    assert_right_or_refused(model, lambda: loss(model, x, y), each)
+    right_or_refused(model, lambda: loss(model, x, y), per_sample_gradients(model, loss, x, y))
 
 
 @pytest.mark.parametrize("penalised", ["2.bias", "2.weight", "0.weight"])
@@ -510,7 +450,7 @@ def test_as_many_samples_as_a_penalised_parameter_has_rows(inside, penalised):
     model = Penalised(*mlp(4))
     wanted = model.get_parameter(penalised)
     x = random(len(wanted), D)
-    each = alone(model, lambda m: (nn.Sequential.forward(m, x[i : i + 1]).square().sum() for i in range(len(x))))
+    each = per_sample_gradients(model, lambda m, x: nn.Sequential.forward(m, x).square().sum(), x)
     run = lambda: model(x) if inside else model(x) + wanted.square().sum()
     assert_right(model, run, each, shared={penalised: 2 * wanted.detach()})
     with unsum.gradients(model) as g:
@@ -530,7 +470,7 @@ def test_as_many_samples_as_rows_in_a_penalty_on_a_product_of_weights(inside):
             return out.square().sum() + self.penalty().sum() if inside else out
 
     model, x = Orthogonal(*mlp(4)), random(4, D)
-    each = alone(model, lambda m: (nn.Sequential.forward(m, x[i : i + 1]).square().sum() for i in range(4)))
+    each = per_sample_gradients(model, lambda m, x: nn.Sequential.forward(m, x).square().sum(), x)
     shared = {"2.weight": torch.autograd.grad(model.penalty().sum(), model[2].weight)[0]}
     run = lambda: model(x) if inside else model(x).square().sum() + model.penalty().sum()
     assert_right(model, run, each, shared=shared)
@@ -569,8 +509,7 @@ def test_as_many_samples_as_latents(reduced, inside):
     reduce = REDUCED[reduced]
     model, x, noise = Vae(reduce if inside else None).double(), random(4, D), random(4, 4)
     loss = lambda m, x, noise: m(x, noise) if inside else m.loss(x, *m(x, noise), reduce)
-    each = alone(model, lambda m: (loss(m, x[i : i + 1], noise[i : i + 1]) for i in range(4)))
-    assert_right(model, lambda: loss(model, x, noise), each)
+    assert_rows(model, loss, x, noise)
 
 
 UNUSED = {
@@ -632,9 +571,13 @@ def test_sums_of_as_many_classes_as_there_are_samples_are_not_their_losses(summe
     sums = SUMMED[summed]
     model = Returning((lambda out: sums(out).sum()) if inside else (lambda out: out))
     x = random(4, D)
-    loss = (lambda m, x: m(x)) if inside else (lambda m, x: sums(m(x)).sum())
-    each = alone(model, lambda m: (loss(m, x[i : i + 1]) for i in range(4)))
-    assert_right(model, lambda: loss(model, x), each)
+    assert_rows(model, (lambda m, x: m(x)) if inside else (lambda m, x: sums(m(x)).sum()), x)
+
+
+def shares(rows, loss):
+    """(n,): that part of the loss which enters at each row, as a function of the row alone."""
+    (at,) = torch.autograd.grad(loss(rows), rows, retain_graph=True)
+    return (rows * at).flatten(1).sum(1)
 
 
 MIXED = {
@@ -653,7 +596,7 @@ def test_a_loss_that_mixes_samples_in_as_many_numbers_is_shared_out_or_refused(m
     model, x = Returning(finish), random(4, D)
     each = alone(model, lambda m: shares(m.net(x), lambda out: mix(out).sum()))
     run = lambda: (mix(model(x)) if place == "all outside" else model(x)).sum()
-    assert_right_or_refused(model, run, each)
+    right_or_refused(model, run, each)
 
 
 # ---- the user's word ----------------------------------------------------------------------------------------------
@@ -867,5 +810,4 @@ def test_marked_losses_inside_the_model():
             return unsum.mark_samples((a - b).square().sum(1)).sum()
 
     model, one, two = Inside(), random(4, D), random(4, D)
-    each = alone(model, lambda m: (m(one[i : i + 1], two[i : i + 1]) for i in range(4)))
-    assert_right(model, lambda: model(one, two), each)
+    assert_rows(model, lambda m, one, two: m(one, two), one, two)

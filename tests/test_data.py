@@ -2,63 +2,20 @@
 parameters alone is none, however it looks."""
 
 import concurrent.futures
-import copy
 
 import numpy as np
 import pytest
 import torch
+from reference import each_of, per_sample_gradients
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
 import unsum
+from one_by_one import assert_rows, assert_same, random, same, squares
 from unsum.errors import InteractionError
 
 N, T, D = 4, 3, 6
-
-
-# ---- truth and comparison -----------------------------------------------------------------------------------------
-
-
-def alone(model, losses):
-    """{parameter: (n, *shape)}: `losses(model)` gives each sample's part of the loss, in a float64 copy."""
-    model = copy.deepcopy(model).double()
-    names, parameters = zip(*((name, p) for name, p in model.named_parameters() if p.requires_grad), strict=True)
-    rows = [torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True) for loss in losses(model)]
-    return {name: torch.stack(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)}
-
-
-def same(ours, wanted, tolerance, what):
-    assert ours.shape == wanted.shape, f"{what}: {tuple(ours.shape)}, wanted {tuple(wanted.shape)}"
-    off = float((ours.double() - wanted).abs().max())
-    assert off <= tolerance, f"{what}: off by {off:.1e}"
-
-
-def assert_right(model, loss, *batch, tolerance=1e-9, truth=None, **options):
-    """`loss(model, *batch)` is a sum over samples: each row is run alone. Twice each way."""
-    each = truth or alone(model, lambda m: (loss(m, *(t[i : i + 1] for t in batch)) for i in range(len(batch[0]))))
-    flat = torch.cat([values.reshape(len(values), -1) for values in each.values()], 1)
-    tolerance = tolerance * float(flat.norm(dim=1).max())
-    assert tolerance > 0
-    plain = torch.autograd.grad(
-        loss(model, *batch), [model.get_parameter(name) for name in each], materialize_grads=True
-    )
-    for (name, values), grad in zip(each.items(), plain, strict=True):
-        same(grad, values.sum(0), len(flat) * tolerance, f"the truth of this test itself, {name}")
-    for reducers in ((), (), (unsum.Norms(),), (unsum.Norms(),)):
-        model.zero_grad()
-        with unsum.gradients(model, *reducers, **options) as g:
-            loss(model, *batch).backward()
-        for name, values in each.items():
-            grad = model.get_parameter(name).grad
-            grad = torch.zeros_like(values[0]) if grad is None else grad
-            same(grad, values.sum(0), len(flat) * tolerance, f"{name}.grad")
-        if reducers:
-            same(g[reducers[0]].norms(), flat.norm(dim=1), tolerance, "Norms")
-            continue
-        assert sorted(g) == sorted(each)
-        for name, wanted in each.items():
-            same(g[name].per_sample(), wanted, tolerance, f"{name}.per_sample")
 
 
 def assert_refused(model, loss, *batch):
@@ -68,14 +25,6 @@ def assert_refused(model, loss, *batch):
                 with unsum.gradients(model, *reducers):
                     loss(model, *batch).backward()
             assert all(p.grad is None for p in model.parameters())
-
-
-def squares(model, *batch):
-    return model(*batch).square().sum()
-
-
-def random(*shape):
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 # ---- passages -----------------------------------------------------------------------------------------------------
@@ -139,7 +88,7 @@ def centred(h):
 @pytest.mark.parametrize("passage", PASSAGES)
 def test_data_that_has_passed_through_something_else_is_right(passage, direct):
     torch.manual_seed(0)
-    assert_right(Two(PASSAGES[passage], direct=direct).double(), squares, random(N, D))
+    assert_rows(Two(PASSAGES[passage], direct=direct).double(), squares, random(N, D))
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["beside a branch of the input", "by itself"])
@@ -153,7 +102,7 @@ def test_samples_that_interact_after_they_have_passed_through_something_else_are
 @pytest.mark.parametrize("passage", ["as_tensor of an array", "tensor of a list", "an array in a thread"])
 def test_data_that_has_passed_is_right_where_sizes_coincide(passage, n):
     torch.manual_seed(0)
-    assert_right(Two(PASSAGES[passage]).double(), squares, random(n, D))
+    assert_rows(Two(PASSAGES[passage]).double(), squares, random(n, D))
 
 
 class Columns(nn.Module):
@@ -189,7 +138,7 @@ def table(n):
 @pytest.mark.parametrize("n", [4, 7], ids=["no sizes coincide", "n = rows of the table"])
 def test_columns_that_are_ids_are_right(n, ids):
     torch.manual_seed(0)
-    assert_right(Columns(IDS[ids]).double(), squares, table(n))
+    assert_rows(Columns(IDS[ids]).double(), squares, table(n))
 
 
 @pytest.mark.parametrize("ids", [name for name in IDS if name not in ("buckets", "largest")])  # choices carry no data
@@ -212,7 +161,7 @@ class Threaded(nn.Module):
 
 def test_a_branch_that_is_computed_by_another_thread():
     torch.manual_seed(0)
-    assert_right(Threaded(lambda h: h).double(), squares, random(N, D))
+    assert_rows(Threaded(lambda h: h).double(), squares, random(N, D))
     assert_refused(Threaded(centred).double(), squares, random(N, D))
 
 
@@ -229,7 +178,7 @@ def test_data_that_a_thread_has_prepared_before_and_hands_over_in_forward():
     x = random(N, D)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         run = lambda m, x: squares(m, pool.submit(lambda: torch.as_tensor(x.numpy() * 2)), x)
-        assert_right(Fed(lambda h: h).double(), run, x)
+        assert_rows(Fed(lambda h: h).double(), run, x)
         assert_refused(Fed(centred).double(), run, x)
 
 
@@ -330,14 +279,14 @@ FINE_IMAGES = {
 @pytest.mark.parametrize("norm", FINE)
 def test_norms_that_keep_samples_apart_are_right(norm, first):
     torch.manual_seed(0)
-    assert_right(Normed(FINE[norm], first).double(), squares, random(N, D))
+    assert_rows(Normed(FINE[norm], first).double(), squares, random(N, D))
 
 
 @pytest.mark.parametrize("n", [4, D], ids=["no sizes coincide", "n = channels"])
 @pytest.mark.parametrize("norm", FINE_IMAGES)
 def test_norms_of_each_channel_of_each_sample_are_right(norm, n):
     torch.manual_seed(0)
-    assert_right(Images(FINE_IMAGES[norm]).double(), squares, random(n, T, D))
+    assert_rows(Images(FINE_IMAGES[norm]).double(), squares, random(n, T, D))
 
 
 # ---- no data ------------------------------------------------------------------------------------------------------
@@ -370,20 +319,15 @@ def test_a_parametrized_weight_that_is_cached_is_no_data(how, n, outside):
             return squares(m, x) + squares(m, 2 * x)
 
     if not outside:
-        assert_right(model, run, x)
+        assert_rows(model, run, x)
         return
-    each = alone(model, lambda m: (run(m, x[i : i + 1]) for i in range(n)))
-    for reducers in ((), (unsum.Norms(),)) * 2:
+    each = per_sample_gradients(model, run, x)
+    for reducer in (None, unsum.Norms()) * 2:
         with parametrize.cached():
             layer.weight  # computed before the block begins
-            with unsum.gradients(model, *reducers) as g:
+            with unsum.gradients(model, *([reducer] if reducer else [])) as g:
                 (squares(model, x) + squares(model, 2 * x)).backward()
-        flat = torch.cat([values.reshape(len(values), -1) for values in each.values()], 1)
-        if reducers:
-            same(g[reducers[0]].norms(), flat.norm(dim=1), 1e-9 * float(flat.norm()), "Norms")
-            continue
-        for name, wanted in each.items():
-            same(g[name].per_sample(), wanted, 1e-9 * float(flat.norm()), name)
+        assert_same(g, each, reducer)
 
 
 class Dora(nn.Module):
@@ -412,7 +356,7 @@ class Dora(nn.Module):
 )
 def test_magnitudes_of_weights_are_no_data(norm, first, n):
     torch.manual_seed(0)
-    assert_right(nn.Sequential(Dora(norm, first), nn.Tanh(), nn.Linear(D, 2)).double(), squares, random(n, T, D))
+    assert_rows(nn.Sequential(Dora(norm, first), nn.Tanh(), nn.Linear(D, 2)).double(), squares, random(n, T, D))
 
 
 @pytest.mark.parametrize("n", [4, D], ids=["no sizes coincide", "n = features"])
@@ -428,19 +372,15 @@ def test_a_weight_that_was_merged_before_the_block_is_no_data(n):
     torch.manual_seed(0)
     model, x = Merged(None, True).double(), random(n, D)
     model.merge()
-    losses = model(x).square().sum(1)
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    rows = [torch.autograd.grad(loss, [model.get_parameter(k) for k in names], retain_graph=True) for loss in losses]
+    each = each_of(model, model(x).square().sum(1))
     for reducer in (None, unsum.Norms()):
         model.merge()
         with unsum.gradients(model, *([reducer] if reducer else [])) as g:
             squares(model, x).backward()
-        if reducer:
-            wanted = torch.stack([torch.cat([part.flatten() for part in row]).norm() for row in rows])
-            same(g[reducer].norms(), wanted, 1e-9 * float(wanted.max()), "Norms")
-            continue
-        for name, parts in zip(names, zip(*rows, strict=True), strict=True):
-            same(g[name].per_sample(), torch.stack(parts), 1e-9 * float(torch.stack(parts).norm()), name)
+        assert_same(g, each, reducer)
+        if reducer is None:
+            for name, wanted in each.items():
+                same(g[name].per_sample(), wanted, 1e-9 * float(wanted.norm()), name)
 
 
 class Peft(nn.Module):
@@ -462,9 +402,9 @@ class Peft(nn.Module):
 @pytest.mark.parametrize("detached", [True, False])
 def test_unit_vectors_that_are_sent_through_layers_are_no_data(detached, n):
     torch.manual_seed(0)
-    assert_right(nn.Sequential(Peft(detached), nn.Tanh(), nn.Linear(D, 2)).double(), squares, random(n, T, D))
+    assert_rows(nn.Sequential(Peft(detached), nn.Tanh(), nn.Linear(D, 2)).double(), squares, random(n, T, D))
     torch.manual_seed(0)
-    assert_right(nn.Sequential(Peft(detached), nn.Tanh(), nn.Linear(D, 2)).double(), squares, random(n, D))
+    assert_rows(nn.Sequential(Peft(detached), nn.Tanh(), nn.Linear(D, 2)).double(), squares, random(n, D))
 
 
 class Biased(nn.Module):
@@ -507,7 +447,7 @@ LOOKS = {
 @pytest.mark.parametrize("look", LOOKS)
 def test_tables_of_relative_positions_are_no_data(look, n, heads):
     torch.manual_seed(0)
-    assert_right(Biased(LOOKS[look], heads, 2 * T - 1).double(), squares, random(n, T, D))
+    assert_rows(Biased(LOOKS[look], heads, 2 * T - 1).double(), squares, random(n, T, D))
 
 
 def hf(kind, config):
@@ -539,7 +479,7 @@ def test_language_models_with_relative_positions(name, n):
     model = hf(*RELATIVE[name])
     ids = torch.randint(1, 20, (n, 5))
     # Some of their numbers are rounded to float32.
-    assert_right(model, lambda m, ids: m(input_ids=ids).last_hidden_state.sin().square().sum(), ids, tolerance=1e-6)
+    assert_rows(model, lambda m, ids: m(input_ids=ids).last_hidden_state.sin().square().sum(), ids, tolerance=1e-6)
 
 
 SWIN = {"img_size": 16, "patch_size": 2, "window_size": 4, "embed_dim": 8, "depths": (2, 1), "num_heads": (1, 2)}
@@ -551,7 +491,7 @@ def test_windows_with_relative_positions(name, n):
     timm = pytest.importorskip("timm", reason="timm is not installed")
     torch.manual_seed(0)
     model = getattr(timm.models, name)(num_classes=3, **SWIN).double().eval()
-    assert_right(model, squares, random(n, 3, 16, 16), tolerance=1e-6)
+    assert_rows(model, squares, random(n, 3, 16, 16), tolerance=1e-6)
 
 
 class Pairs(nn.Module):
@@ -574,7 +514,7 @@ def test_similarities_of_all_pairs_that_the_loss_does_not_use(n, used, verify):
     torch.manual_seed(0)
     text, image = random(n, D), random(n, D)
     run = lambda m, text, image: m(text, image)[used][:, :2].sin().sum()
-    assert_right(Pairs().double(), run, text, image, verify=verify)
+    assert_rows(Pairs().double(), run, text, image, verify=verify)
 
 
 def test_similarities_of_all_pairs_that_the_loss_uses_are_refused():
@@ -595,4 +535,4 @@ def test_clip_with_a_loss_on_one_kind_of_embedding(n, used):
     ids, pixels = torch.randint(1, 19, (n, 5)), random(n, 3, 8, 8)
     ids[:, -1] = 19
     run = lambda m, ids, pixels: getattr(m(input_ids=ids, pixel_values=pixels), used)[:, :3].sin().sum()
-    assert_right(model, run, ids, pixels, tolerance=1e-6)
+    assert_rows(model, run, ids, pixels, tolerance=1e-6)

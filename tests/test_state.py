@@ -6,69 +6,17 @@ import itertools
 
 import pytest
 import torch
+from reference import alone, per_sample_gradients
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import rnn
 
 import unsum
+from one_by_one import assert_same, norms_of, random, same, squares, step
 from unsum.errors import InteractionError, UnsumError
 
 D = 5
 WAYS = pytest.mark.parametrize("kind", ["kept", "norms"])
-
-
-# ---- truth and comparison -----------------------------------------------------------------------------------------
-
-
-def alone(model, losses):
-    """{parameter: (n, *shape)}: `losses(model)` gives each sample's part of the loss, in a float64 copy."""
-    model = copy.deepcopy(model).double()
-    names, parameters = zip(*((name, p) for name, p in model.named_parameters() if p.requires_grad), strict=True)
-    rows = [torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True) for loss in losses(model)]
-    return {name: torch.stack(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)}
-
-
-def by_rows(model, loss, *batch):
-    """Each row run alone; `loss(model, *batch)` is a sum over samples."""
-    return alone(model, lambda m: (loss(m, *(t[i : i + 1] for t in batch)) for i in range(len(batch[0]))))
-
-
-def norms_of(each):
-    return torch.cat([values.reshape(len(values), -1) for values in each.values()], 1).norm(dim=1)
-
-
-def same(ours, wanted, tolerance, what):
-    assert ours.shape == wanted.shape, f"{what}: {tuple(ours.shape)}, wanted {tuple(wanted.shape)}"
-    off = float((ours.double() - wanted).abs().max()) if wanted.numel() else 0.0
-    assert off <= tolerance, f"{what}: off by {off:.1e}"
-
-
-def assert_same(g, each, tolerance=1e-9, reducer=None):
-    """What a block has found, against the truth."""
-    scale = tolerance * float(norms_of(each).max())
-    assert scale > 0
-    if reducer is not None:
-        same(g[reducer].norms(), norms_of(each), scale, "Norms")
-        return
-    assert sorted(g) == sorted(each)
-    for name, wanted in each.items():
-        same(g[name].per_sample(), wanted, scale, f"{name}.per_sample")
-
-
-def step(model, run, each, kind, *, shared=None, tolerance=1e-9, **options):
-    """One block, one backward of `run()`, everything compared. `shared`: {parameter: what belongs to nobody}."""
-    reducer = unsum.Norms() if kind == "norms" else None
-    model.zero_grad()
-    with unsum.gradients(model, *([reducer] if reducer else []), **options) as g:
-        run().backward()
-    assert_same(g, each, tolerance, reducer)
-    scale = tolerance * len(next(iter(each.values()))) * float(norms_of(each).max())
-    for name, wanted in each.items():
-        nobodys = (shared or {}).get(name, torch.zeros_like(wanted[0]))
-        grad = model.get_parameter(name).grad
-        same(torch.zeros_like(nobodys) if grad is None else grad, wanted.sum(0) + nobodys, scale, f"{name}.grad")
-        if reducer is None:
-            same(g[name].shared(), nobodys, scale, f"{name}.shared")
 
 
 def both(model, run, each, **options):
@@ -77,17 +25,9 @@ def both(model, run, each, **options):
         step(model, run, each, kind, **options)
 
 
-def random(*shape):
-    return torch.randn(*shape, dtype=torch.float64)
-
-
 def mlp(*between):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(D, 6), *between, nn.Tanh(), nn.Linear(6, 4)).double()
-
-
-def squares(model, x):
-    return model(x).square().sum()
 
 
 # ---- other models -------------------------------------------------------------------------------------------------
@@ -169,7 +109,7 @@ def test_batch_norm_of_this_model_is_refused_in_training_and_right_in_evaluation
                 with unsum.gradients(model):
                     squares(model, x).backward()
         else:
-            both(model, lambda: squares(model, x), by_rows(model, squares, x))
+            both(model, lambda: squares(model, x), per_sample_gradients(model, squares, x))
 
 
 def test_a_parameter_in_front_of_the_only_batch_norm_is_refused_and_one_behind_it_too():
@@ -205,7 +145,7 @@ def test_two_forwards_and_then_two_backwards_give_the_samples_of_both(model, tur
     model = made(model)
     for shapes in (((4, 3), (2, 5)), ((4, 3), (2, 5)), ((3, 3), (3, 3)), ((1, 1), (4, 2))):
         one, two = (random(*shape, D) for shape in shapes)
-        first, second = (by_rows(model, squares, x) for x in (one, two))
+        first, second = (per_sample_gradients(model, squares, x) for x in (one, two))
         each = {name: torch.cat([first[name], second[name]]) for name in first}
         for reducer in (None, unsum.Norms()):
             with unsum.gradients(model, *([reducer] if reducer else [])) as g:
@@ -217,7 +157,7 @@ def test_two_forwards_and_then_two_backwards_give_the_samples_of_both(model, tur
 
 def token_norms(model, x):
     """(n, t): the norm of the gradient of each token's loss, of a model that treats tokens alike."""
-    each = by_rows(model, squares, x.flatten(0, 1))
+    each = per_sample_gradients(model, squares, x.flatten(0, 1))
     return norms_of(each).view(x.shape[:2])
 
 
@@ -264,7 +204,7 @@ def test_gradients_for_the_inputs_alone_bring_no_samples(n, ask, kind):
         return x.detach()
 
     run = lambda: (moved(x[:n]), squares(model, moved(x)))[1]
-    each = by_rows(model, squares, moved(x))
+    each = per_sample_gradients(model, squares, moved(x))
     model.zero_grad()
     for _ in range(3):
         step(model, run, each, kind)
@@ -281,13 +221,13 @@ def test_gradients_for_inputs_that_stay_in_the_graph_bring_no_samples(kind):
         return loss
 
     for _ in range(3):
-        step(model, run, by_rows(model, squares, x), kind)
+        step(model, run, per_sample_gradients(model, squares, x), kind)
 
 
 @WAYS
 def test_a_backward_that_reaches_no_chosen_parameter_brings_no_samples(kind):
     model, x, other = mlp(), random(4, D), random(3, D)
-    each = {name: part for name, part in by_rows(model, squares, x).items() if name.startswith("2.")}
+    each = {name: part for name, part in per_sample_gradients(model, squares, x).items() if name.startswith("2.")}
 
     def run():
         squares(model[0], other).backward()  # of '0.*' alone
@@ -310,7 +250,7 @@ def test_a_backward_of_another_model_brings_no_samples(kind):
         return squares(model, x)
 
     for _ in range(3):
-        step(model, run, by_rows(model, squares, x), kind)
+        step(model, run, per_sample_gradients(model, squares, x), kind)
 
 
 # ---- steps that were refused, or failed ---------------------------------------------------------------------------
@@ -370,7 +310,7 @@ def moody(mood=None):
 @pytest.mark.parametrize("before", [0, 1, 4])
 def test_a_step_that_failed_leaves_the_next_as_if_it_had_not_been(before, mood, kind):
     model, x = moody(), random(4, D)
-    each = by_rows(model, squares, x)
+    each = per_sample_gradients(model, squares, x)
     bad, error = MOODS[mood]
     for _ in range(before):
         step(model, lambda: squares(model, x), each, kind)
@@ -392,7 +332,7 @@ def test_a_step_that_failed_leaves_the_next_as_if_it_had_not_been(before, mood, 
 def test_a_backward_that_failed_leaves_the_next_of_the_same_block_as_if_it_had_not_been(mood, kind):
     model, x, bad_x = moody(), random(4, D), random(3, D)
     bad, error = MOODS[mood]
-    each = by_rows(model, squares, x)
+    each = per_sample_gradients(model, squares, x)
     reducer = unsum.Norms() if kind == "norms" else None
     for _ in range(2):
         with unsum.gradients(model, *([reducer] if reducer else [])) as g:
@@ -408,7 +348,7 @@ def test_a_backward_that_failed_leaves_the_next_of_the_same_block_as_if_it_had_n
 @pytest.mark.parametrize("when", [lambda i: i == 6, lambda i: i % 4 == 3, lambda i: i >= 5], ids=["6", "4th", "from 5"])
 def test_a_penalty_that_appears_later_belongs_to_nobody(when, kind):
     model, x = mlp(), random(4, D)
-    each = by_rows(model, squares, x)
+    each = per_sample_gradients(model, squares, x)
     weight, bias = model[2].weight, model[0].bias
     shared = {"2.weight": 0.2 * weight.detach(), "0.bias": 0.4 * bias.detach()}
     penalty = lambda: 0.1 * weight.square().sum() + 0.2 * bias.square().sum()
@@ -454,7 +394,7 @@ MIXING = {
 def test_samples_that_interact_in_every_few_steps_are_refused_in_each_of_these(every, mixing, kind):
     torch.manual_seed(0)
     model, x = moody(), random(4, D)
-    each = by_rows(model, squares, x)
+    each = per_sample_gradients(model, squares, x)
     for counter in range(12):
         model.mood = MIXING[mixing] if counter % every == every - 1 else None
         if model.mood is None:
@@ -480,7 +420,7 @@ def test_samples_that_interact_in_one_step_of_a_long_loop_are_refused_in_that_on
     torch.manual_seed(0)
     model = Counting().double()
     x = random(4, D)
-    each = by_rows(moody(), squares, x)
+    each = per_sample_gradients(moody(), squares, x)
     for i in range(12):
         if i == 8:
             with pytest.raises(InteractionError):
@@ -572,7 +512,7 @@ def test_rows_positions_masks_and_routes_change_in_every_step(name, kind):
     model = make().double()
     for shape in SHAPES:
         given = batch(*shape)
-        step(model, lambda given=given: loss(model, *given), by_rows(model, loss, *given), kind)
+        step(model, lambda given=given: loss(model, *given), per_sample_gradients(model, loss, *given), kind)
 
 
 @WAYS
@@ -582,7 +522,7 @@ def test_lengths_change_in_every_step(kind):
     for n, t in SHAPES:
         x, lengths = random(n, t, D), lengths_up_to(n, t)
         loss = lambda m, x, lengths: sum(row[:k].square().sum() for row, k in zip(m(x, lengths), lengths, strict=True))
-        each = by_rows(model, loss, x, lengths)
+        each = per_sample_gradients(model, loss, x, lengths)
         step(model, lambda loss=loss, x=x, lengths=lengths: loss(model, x, lengths), each, kind)
 
 
@@ -681,7 +621,7 @@ def test_a_batch_without_samples(first, name, kind):
     for n in ([] if first else [4, 4, 4]) + [0, 3, 0, 0, 3]:
         given = batch(n, 3)
         if n:
-            step(model, lambda given=given: loss(model, *given), by_rows(model, loss, *given), kind)
+            step(model, lambda given=given: loss(model, *given), per_sample_gradients(model, loss, *given), kind)
             continue
         reducer = unsum.Norms()
         with unsum.gradients(model, *([reducer] if kind == "norms" else [])) as g:
@@ -707,7 +647,7 @@ class Rolled(nn.Module):
 def test_a_roll_along_the_samples_and_back_by_another_shift_in_every_step(kind):
     torch.manual_seed(1)
     model, x = Rolled(True).double(), random(4, D)
-    each = by_rows(model, squares, x)
+    each = per_sample_gradients(model, squares, x)
     for shift in (0, 0, 1, 2, 1, -1, 3, 0, 4):
         model.shift = shift
         step(model, lambda: squares(model, x), each, kind)
@@ -718,7 +658,7 @@ def test_a_roll_along_the_samples_and_back_by_another_shift_in_every_step(kind):
 def test_a_roll_that_makes_samples_interact_is_refused_in_the_steps_in_which_it_does(shifts, kind):
     torch.manual_seed(1)
     model, x = Rolled(False).double(), random(4, D)
-    each = by_rows(model, squares, x)
+    each = per_sample_gradients(model, squares, x)
     for shift in shifts:
         model.shift = shift
         if shift % 4:
@@ -823,7 +763,7 @@ def test_a_reducer_that_overrides_take_is_called_in_every_step(kind, again):
             squares(model, x).backward()
         assert sorted(reducer.names) == sorted(name for name, _ in model.named_parameters()), f"step {i}"
         if kind is unsum.Norms:
-            assert_same(g, by_rows(model, squares, x), reducer=reducer)
+            assert_same(g, per_sample_gradients(model, squares, x), reducer=reducer)
 
 
 def test_what_a_subclass_takes_may_be_changed():
@@ -833,7 +773,7 @@ def test_what_a_subclass_takes_may_be_changed():
                 super().take(name, factors)
 
     model, x = mlp(), random(4, D)
-    each = {name: part for name, part in by_rows(model, squares, x).items() if name.endswith("weight")}
+    each = {name: part for name, part in per_sample_gradients(model, squares, x).items() if name.endswith("weight")}
     for _ in range(6):
         with unsum.gradients(model, reducer := OfWeights()) as g:
             squares(model, x).backward()
@@ -875,12 +815,12 @@ def test_a_reducer_in_a_second_block_leaves_the_results_of_the_first(name, shape
                 same(found[part], value, 1e-9, f"{name}: {part}")
     if name == "Norms":
         for x, g in zip(batches, blocks, strict=True):
-            assert_same(g, by_rows(model, squares, x), reducer=reducer)
+            assert_same(g, per_sample_gradients(model, squares, x), reducer=reducer)
 
 
 def test_a_block_that_fails_leaves_the_results_of_the_one_before():
     model, x, norms = moody(), random(4, D), unsum.Norms()
-    each = by_rows(model, squares, x)
+    each = per_sample_gradients(model, squares, x)
     with unsum.gradients(model, norms) as g:
         squares(model, x).backward()
     model.mood = centred

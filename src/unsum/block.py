@@ -27,7 +27,6 @@ from unsum.graph.sides import Sides
 from unsum.graph.state import buffers_aside
 from unsum.keeping import current_scale
 from unsum.plan.arrived import Arrived
-from unsum.plan.clipping import Clipping
 from unsum.plan.forward import Forward
 from unsum.plan.grads import Delivery
 from unsum.plan.grouped import left_to_torch
@@ -39,7 +38,7 @@ from unsum.plan.refusals import unknown_samples
 from unsum.plan.run import Run
 from unsum.plan.setting import Setting
 from unsum.plan.signature import Sizes, Survey, survey
-from unsum.plan.structure import agrees, derived, starts_of
+from unsum.plan.structure import agrees, derived, sizes_of, starts_of
 from unsum.reducers import Norms
 from unsum.reducing import Reducer, Reduction, takes_as
 from unsum.sites import Names, unwrapped
@@ -114,10 +113,6 @@ class GradientsBlock:
         self._arrived = Arrived(self._setting.wanted, self._found.by_id)
         self._put_back: list[tuple[nn.Parameter, Tensor | None]] = []
         self._before: list[tuple[Any, Any]] = []  # reducers, and what they held before this backward
-        self._clipping = Clipping(options.reducers, self._setting.wanted, self._found.by_id)
-        clips = any(isinstance(r, WeightedSum) and r.clips for r in options.reducers)  # there may be a second backward
-        self._unlisten = hooks.count_listening() if clips else None
-        self._listened = hooks.listened()
         self._is_checked = self._is_new = False
         self._unproven: Hashable = None  # the key of a plan that was learnt in the backward under way
         self._scale: Tensor | float | None = None
@@ -137,8 +132,6 @@ class GradientsBlock:
         hooks.close_block(self, self._blocks)
         self._unwatch()
         del self._unwatch  # which knows this object
-        if self._unlisten is not None:
-            self._unlisten()
         self._open = False
 
     def _taps(self) -> Tapping | None:
@@ -205,7 +198,7 @@ class GradientsBlock:
 
     # ---- backward -------------------------------------------------------------------------------------------------
 
-    def before_backward(self, call: hooks.Backward) -> hooks.Wish | None:
+    def before_backward(self, call: hooks.Backward) -> Sequence[Tensor] | None:
         self._adding.append(call.accumulates)
         self._backwards.append(None)
         if len(self._adding) > 1:
@@ -234,9 +227,8 @@ class GradientsBlock:
             self._take_back()
             raise
         if not skipped:
-            return hooks.Wish(retain_graph=self._clipping.returns)
-        only = [leaf for leaf, name in zip(seen.leaves, seen.names, strict=True) if name not in skipped]
-        return hooks.Wish(only, retain_graph=self._clipping.returns)
+            return None
+        return [leaf for leaf, name in zip(seen.leaves, seen.names, strict=True) if name not in skipped]
 
     def _reaches(self, call: hooks.Backward, seen: Survey) -> bool:
         """Whether this backward brings a gradient to any chosen parameter."""
@@ -247,7 +239,7 @@ class GradientsBlock:
 
     def _begin_tapped(
         self, call: hooks.Backward, nodes: Sequence[Node], tapped: Tapped, calls: frozenset[int]
-    ) -> hooks.Wish | None:
+    ) -> Sequence[Tensor] | None:
         """A backward through a compiled call: what is wanted leaves through its taps."""
         assert self._tapping is not None
         self._tapped = tapped
@@ -265,7 +257,7 @@ class GradientsBlock:
         except BaseException:
             self._take_back()
             raise
-        return hooks.Wish(self._tapping.only(nodes, tapped)) if call.accumulates and not call.inputs else None
+        return self._tapping.only(nodes, tapped) if call.accumulates and not call.inputs else None
 
     def _take_back(self) -> None:
         """A backward has failed: as if it had not begun. What was learnt in it is not proven, and what was known of its
@@ -277,7 +269,6 @@ class GradientsBlock:
         for reducer, held in self._before:
             reducer.restore(held)
         self._before = []
-        self._clipping.leave()
         self._delivery.forget()
         if self._is_new:
             self._found.drop(self._calls)
@@ -286,7 +277,11 @@ class GradientsBlock:
         """Wait at the plan's nodes; say which parameters torch need not bring gradients to."""
         options = self._options
         self._begin_reducers(plan.n, again)
-        self._clipping.begin(plan, nodes, call, self._is_unheard)
+        for reducer in options.reducers:
+            if hasattr(reducer, "prepare"):
+                reducer.prepare(
+                    lambda: sizes_of(plan, nodes), lambda: [p.device for p in self._setting.wanted.values()]
+                )
         skipped = self._skipped(call, plan, nodes)
         self._intake = Intake(
             plan, self._setting.wanted, self._found.by_id, options.reducers,
@@ -305,11 +300,6 @@ class GradientsBlock:
             for parameter, _ in self._put_back:
                 parameter.grad = None
         return skipped
-
-    def _is_unheard(self) -> bool:
-        """Whether nobody would notice a second backward: no other block, no hook on a tensor of the user's. (And there
-        is a need for one: where factors are kept anyway, there is none.)"""
-        return not self._options.keep and list(hooks.here()) == [self] and hooks.listened() == self._listened
 
     def _begin_reducers(self, n: int, again: bool) -> None:
         options = self._options
@@ -489,7 +479,6 @@ class GradientsBlock:
                 self._arrived.check(intake.found)
             intake.finish()
             self._delivery.finish()
-            self._clipping.finish(self._scale)
             self._saved.forget()
         except BaseException:
             self._take_back()

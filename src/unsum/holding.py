@@ -1,17 +1,15 @@
 """What is held until the weights of a sum are known? Weights that come from the norms (clipping) are known when the
-backward is over, and the gradients have gone by then. Three ways, parameter by parameter:
+backward is over, and the gradients have gone by then. Two ways, parameter by parameter:
 
 - *gradients*: those of all samples, which the norms' product forms anyway; the sum is one pass over them;
-- *factors*: a and δ; the sum is one more product;
-- *second backward*: nothing; the sum is what a second backward brings from weighted gradients at the cut.
+- *factors*: a and δ; the sum is one more product.
 
-What is held fits a budget in bytes. Held gradients come first where they save the most time for a byte; a second
-backward, by far the slowest, comes only where neither fits.
+Held gradients fit a budget in bytes; they come first where they save the most time for a byte.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf, prod
 from pathlib import Path
@@ -25,10 +23,9 @@ from unsum.factors.total import Kind
 from unsum.factors.windows import Windows
 from unsum.kernels import costs
 
-GRADIENTS, FACTORS, AGAIN = "gradients", "factors", "second backward"
+GRADIENTS, FACTORS = "gradients", "factors"
 FREE = 0.5  # the share of free memory that is the budget, if none is given
 FAR = {"cpu": 140.0}  # what a number costs that is written to memory and read again later, in the units of `costs`
-ALWAYS = 0.1  # scales and shifts are held in any case, up to this share of what the parameters themselves take
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,6 @@ class Size:
     factors: int  # bytes
     saved: float  # time that held gradients save, in the units of `costs`
     formed: bool  # whether they are formed anyway, and holding them saves time
-    small: bool = False  # a scale or a shift
 
     def __add__(self, other: Size) -> Size:
         """A parameter that is met twice: its norms have cross terms, and no gradient is formed for them."""
@@ -54,45 +50,25 @@ def size_of(kind: Kind) -> Size:
     width, weight = values.element_size(), costs.weights(values.device.type)
     if isinstance(kind, Scale | Dense):
         wide = max(width, 4)
-        return Size(numbers * wide, factors * width, weight["pass"] * factors, formed=True, small=numbers <= factors)
+        return Size(numbers * wide, factors * width, weight["pass"] * factors, formed=True)
     formed = isinstance(kind, Outer | Windows) and kind.forms()
     positions = kind.positions if isinstance(kind, Outer | Windows) else 0
     saved = numbers * (2 * weight["plain"] * positions - FAR.get(values.device.type, weight["pass"]))
     return Size(numbers * width, factors * width, saved, formed=formed and saved > 0)
 
 
-def choose(
-    sizes: Mapping[str, Size], budget: float, *, always: float, again: Callable[[], Collection[str]]
-) -> dict[str, str]:
-    """{parameter: way}. `again()` are those for which there may be a second backward; `always` bytes are for scales and
-    shifts besides the budget."""
+def choose(sizes: Mapping[str, Size], budget: float) -> dict[str, str]:
+    """{parameter: way}: gradients where they are formed and fit the budget, those first that save the most time for a
+    byte."""
     ways = {name: GRADIENTS if size.formed else FACTORS for name, size in sizes.items()}
-    over = sum(_bytes(sizes[name], way) for name, way in ways.items()) - budget
+    over = sum(size.gradients if ways[name] == GRADIENTS else size.factors for name, size in sizes.items()) - budget
     dear = [name for name in ways if ways[name] == GRADIENTS and sizes[name].factors < sizes[name].gradients]
     for name in sorted(dear, key=lambda name: _worth(sizes[name], sizes[name].gradients - sizes[name].factors)):
         if over <= 0:
             break
         ways[name] = FACTORS
         over -= sizes[name].gradients - sizes[name].factors
-    if over <= 0 or not (able := again()):
-        return ways
-    ways = {name: AGAIN if name in able else way for name, way in ways.items()}
-    left = budget - sum(_bytes(sizes[name], way) for name, way in ways.items())
-    formed = [name for name, way in ways.items() if way == AGAIN and sizes[name].formed]
-    for name in sorted(formed, key=lambda name: -_worth(sizes[name], sizes[name].gradients)):
-        takes = sizes[name].gradients
-        if sizes[name].small and takes <= always:
-            always -= takes
-        elif takes <= left:
-            left -= takes
-        else:
-            continue
-        ways[name] = GRADIENTS
     return ways
-
-
-def _bytes(size: Size, way: str) -> int:
-    return {GRADIENTS: size.gradients, FACTORS: size.factors, AGAIN: 0}[way]
 
 
 def _worth(size: Size, takes: int) -> float:

@@ -44,10 +44,6 @@ class Norms(Reading):
         """A parameter's squared norms."""
         self.put((name,), value)
 
-    def wants_norms_alone(self, name: str) -> bool:
-        """Whether norms are all that is wanted of this parameter."""
-        return True
-
     def put(self, names: Sequence[str], squares: Tensor) -> None:
         """Squared norms that were had with something else: (parameters, n), or (parameters, parts, n) of which the
         parts are still to be added up; of one, also (n,) and (parts, n). Nothing is computed until they are read."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +12,12 @@ from torch import Tensor
 
 from unsum.errors import OptionError, SamplesError, UnsupportedError
 from unsum.factors.factors import Factors
-from unsum.holding import AGAIN, ALWAYS, GRADIENTS, Size, choose, free_memory
+from unsum.holding import GRADIENTS, Size, choose, free_memory
 from unsum.kernels.product import squares
 from unsum.reducers import in_rows
 from unsum.reducing import Reduction
+
+log = logging.getLogger("unsum")
 
 
 class WeightedSum(Reduction):
@@ -22,15 +26,15 @@ class WeightedSum(Reduction):
     parameter by parameter, before the backward begins, and told by `chosen`:
 
     - `"gradients"`: those of all samples, where the norms form them anyway: n times the parameter; the fastest;
-    - `"factors"`: what they are products of (a and δ): one more product;
-    - `"second backward"`: nothing; the weighted gradient of the model's output goes backward once more. Only where the
-      others do not fit, no other block is open, nobody listens to gradients, and no checkpoint is a reentrant one.
+    - `"factors"`: what they are products of (a and δ): one more product.
+
+    Where not even factors fit, two backwards hold nothing: one for `Norms`, one of the weighted losses ("Clipping and
+    memory" in the docs).
 
     Args:
         w: Weights (n,), or a function norms -> weights.
-        memory: Bytes that may be held; beside them the gradient of the model's output, and scales and shifts up to a
-            tenth of the parameters' own size. None: half of what is free on the device. 0: a second backward wherever
-            one is possible.
+        memory: Bytes that held gradients may take; where they take more, factors are held instead. None: half of what
+            is free on the device.
 
     Examples:
         >>> import unsum
@@ -40,10 +44,10 @@ class WeightedSum(Reduction):
         >>> g[unsum.WeightedSum].sum()["weight"]
         tensor([[1.5000, 1.5000, 1.5000],
                 [1.5000, 1.5000, 1.5000]])
-        >>> with unsum.gradients(model, unsum.WeightedSum(lambda norms: (1 / norms).clamp(max=1), memory=0)) as g:
+        >>> with unsum.gradients(model, unsum.WeightedSum(lambda norms: (1 / norms).clamp(max=1))) as g:
         ...     model(torch.ones(2, 3)).sum().backward()
         >>> g[unsum.WeightedSum].chosen
-        {'weight': 'second backward'}
+        {'weight': 'factors'}
         >>> g[unsum.WeightedSum].sum()["weight"].norm().round(decimals=3)
         tensor(2.)
     """
@@ -74,19 +78,12 @@ class WeightedSum(Reduction):
         self.weights: Tensor | None = None  # of the last backward, if they come from the norms
         self.chosen: dict[str, str] = {}  # what was held of each parameter in the last backward
 
-    def decide(
-        self, sizes: Mapping[str, Size], parameters: Mapping[str, Tensor], again: Callable[[], Collection[str]]
-    ) -> frozenset[str]:
-        """Choose what to hold in the backward that begins. Returns the parameters whose sums a second backward is to
-        bring; `again()` are those for which it can."""
-        if not self.clips:
-            return frozenset()
-        budget = self._memory
-        if budget is None:
-            budget = free_memory(parameter.device for parameter in parameters.values())
-        always = ALWAYS * sum(parameter.nbytes for parameter in parameters.values())
-        self.chosen = choose(sizes, budget, always=always, again=again)
-        return frozenset(name for name, way in self.chosen.items() if way == AGAIN)
+    def prepare(self, sizes: Callable[[], Mapping[str, Size]], devices: Callable[[], Iterable[torch.device]]) -> None:
+        """Choose what to hold in the backward that begins, from what the gradients of each parameter take."""
+        if self.clips:
+            budget = free_memory(devices()) if self._memory is None else self._memory
+            self.chosen = choose(sizes(), budget)
+            log.info("unsum: WeightedSum holds %s", dict(Counter(self.chosen.values())))
 
     def begin(self, n: int, again: bool) -> None:
         """A backward with n samples begins."""
@@ -102,15 +99,6 @@ class WeightedSum(Reduction):
     def forms(self, name: str) -> bool:
         """Whether the gradients of this parameter are held multiplied out."""
         return self.clips and self.chosen.get(name, GRADIENTS) == GRADIENTS
-
-    def wants_norms_alone(self, name: str) -> bool:
-        """Whether norms are all that is wanted of this parameter."""
-        return self.clips and self.chosen.get(name) == AGAIN
-
-    def put(self, names: Sequence[str], sq_norms: Tensor) -> None:
-        """Squared norms that were had with something else, of parameters of which norms are all that is wanted; shapes
-        as `Norms` takes them."""
-        self._squares.append(sq_norms)
 
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
@@ -138,8 +126,7 @@ class WeightedSum(Reduction):
             return
         held = factors.formed() if self.forms(name) else factors
         self._squares.append(held.sq_norms())
-        if not self.wants_norms_alone(name):
-            self._held[name] = held
+        self._held[name] = held
 
     def add(self, name: str, value: Tensor) -> None:
         """A part of the sum of one parameter."""

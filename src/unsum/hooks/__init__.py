@@ -6,21 +6,17 @@ Everything here is undone by what it returns, or by `close`; nothing is active w
 
 from unsum.hooks.blocks import Backward as Backward
 from unsum.hooks.blocks import Block as Block
-from unsum.hooks.blocks import Wish as Wish
 from unsum.hooks.blocks import alone as alone
 from unsum.hooks.blocks import are_here as are_here
 from unsum.hooks.blocks import aside as aside
 from unsum.hooks.blocks import close_block as close_block
-from unsum.hooks.blocks import count_listening as count_listening
 from unsum.hooks.blocks import here as here
 from unsum.hooks.blocks import instead_of_backward as instead_of_backward
 from unsum.hooks.blocks import none_open as none_open
 from unsum.hooks.blocks import open_block as open_block
-from unsum.hooks.blocks import unseen_backward as unseen_backward
 from unsum.hooks.calls import NOTHING as NOTHING
 from unsum.hooks.calls import is_compiled as is_compiled
 from unsum.hooks.calls import on_calls as on_calls
-from unsum.hooks.listening import listened as listened
 from unsum.hooks.registering import Handle as Handle
 from unsum.hooks.registering import Hook as Hook
 from unsum.hooks.registering import after_node as after_node

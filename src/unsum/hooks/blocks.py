@@ -31,8 +31,7 @@ import torch
 from torch import Tensor
 
 from unsum.hooks.calls import unwatched
-from unsum.hooks.listening import count_listening as _count_listening
-from unsum.hooks.registering import Ours, exactly
+from unsum.hooks.registering import exactly
 
 _KEY = "unsum.blocks"
 _lock = threading.Lock()
@@ -40,7 +39,6 @@ _gate = threading.RLock()  # held while a compiled model runs compiled: no other
 _local = threading.local()
 _open: list[Block] = []  # in all threads
 _undo: list[Callable[[], None]] = []
-_engine: list[Callable[..., Any]] = []  # torch's own, while a block is open
 
 
 @dataclass(frozen=True)
@@ -55,19 +53,11 @@ class Backward:
     accumulates: bool  # adds to .grad, rather than returning gradients
 
 
-@dataclass(frozen=True)
-class Wish:
-    """What a block that is alone may ask of a backward."""
-
-    only: Sequence[Tensor] | None = None  # the leaves to which alone torch is to bring gradients
-    retain_graph: bool = False  # there will be another backward through it
-
-
 class Block(Protocol):
     """Something open that wants to know when a backward begins and ends."""
 
-    def before_backward(self, call: Backward) -> Wish | None:
-        """What it asks for is done if it is the only block."""
+    def before_backward(self, call: Backward) -> Sequence[Tensor] | None:
+        """The leaves to which alone torch is to bring gradients, if this is the only block; None for all."""
         ...
 
     def after_backward(self, *, failed: bool) -> None: ...
@@ -135,15 +125,9 @@ def aside() -> Iterator[None]:
         _local.blocks = blocks
 
 
-def count_listening() -> Callable[[], None]:
-    """Count from now on how often the user listens (`listened`). Returns what ends it."""
-    return _count_listening(Ours)
-
-
 def _begin() -> None:
     autograd: Any = torch.autograd
     engine = autograd._engine_run_backward
-    _engine[:] = [engine]
 
     def caught(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         stand_in = getattr(_local, "stand_in", None)
@@ -180,10 +164,9 @@ def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any,
         for block in blocks:
             begun.append(block)
             with exactly():
-                wish = block.before_backward(call)
-            if wish is not None and len(blocks) == 1:
-                inputs = args[3] if wish.only is None else tuple(wish.only)
-                args = (args[0], call.retain_graph or wish.retain_graph, args[2], inputs, *args[4:])
+                only = block.before_backward(call)
+            if only is not None and len(blocks) == 1:
+                args = (*args[:3], tuple(only), *args[4:])
         with torch.autograd.set_multithreading_enabled(False):
             result = engine(roots, *args, **kwargs)
         failed = False
@@ -195,22 +178,6 @@ def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any,
         for block in begun:
             with exactly():
                 block.after_backward(failed=failed)
-
-
-def unseen_backward(
-    edges: Sequence[Any], grads: Sequence[Tensor], inputs: Sequence[Any], *, retain_graph: bool
-) -> tuple[Tensor | None, ...]:
-    """The gradients of `inputs`, by a backward of ours that no block of this thread sees; no `.grad` is touched. Hooks
-    on tensors in between fire."""
-    own, _local.blocks = getattr(_local, "blocks", []), []
-    try:
-        with torch.autograd.set_multithreading_enabled(False):
-            return _engine[0](  # type: ignore[no-any-return]
-                tuple(edges), tuple(grads), retain_graph, False, tuple(inputs),
-                allow_unreachable=True, accumulate_grad=False,
-            )  # fmt: skip
-    finally:
-        _local.blocks = own
 
 
 @contextlib.contextmanager

@@ -59,8 +59,8 @@ class Intake:
         self._pooled = pooled
         self._pool: Pool | None = None
         norms = reducers[0] if len(reducers) == 1 and pooled and not (keep or check) else None
-        if takes_as(norms, Norms) or takes_as(norms, WeightedSum):
-            assert isinstance(norms, Norms | WeightedSum)
+        if takes_as(norms, Norms):
+            assert isinstance(norms, Norms)
             self._pool = Pool(lambda names, sq: norms.put(names, self._scaled(sq)), deliver)
         self._summing = [r for r in reducers if isinstance(r, WeightedSum)]
         self._alone = self._find_alone()
@@ -74,9 +74,7 @@ class Intake:
             return ()
         keys = {name: key for key, name in self._names.items()}
         norms = self._reducers[0]
-        assert isinstance(norms, Norms | WeightedSum)
-        if not all(norms.wants_norms_alone(name) for name in keys if name in plan.expected):
-            return ()
+        assert isinstance(norms, Norms)
 
         def put(routes: Sequence[Route], sq: Tensor) -> None:
             names = [str(route.parameter) for route in routes]
@@ -121,7 +119,7 @@ class Intake:
         if key in self._alone:
             self._done.add(key)
             self.meetings[key] = meetings
-            if self._pool is not None and self._wants_norms_alone(key):
+            if self._pool is not None:
                 self._norms_of(key, kind, self._pool)
             else:
                 self._hand_over(key, [kind], versions(kind) if self._summing else [])
@@ -186,16 +184,10 @@ class Intake:
         wanted = [key for key, name in self._names.items() if name in alone]
         return frozenset(key for key in wanted if self._only is None or key in self._only)
 
-    def _wants_norms_alone(self, key: int) -> bool:
-        norms = self._reducers[0]
-        return isinstance(norms, Norms) or (
-            isinstance(norms, WeightedSum) and norms.wants_norms_alone(self._names[key])
-        )
-
     def _norms_of(self, key: int, kind: Kind, pool: Pool) -> None:
         """Norms are all that is wanted."""
         name, parameter, norms = self._names[key], self._wanted[key], self._reducers[0]
-        assert isinstance(norms, Norms | WeightedSum)
+        assert isinstance(norms, Norms)
         wants_sum = name in self._skipped
         if pool.add(name, parameter, kind, wants_sum=wants_sum):
             return
