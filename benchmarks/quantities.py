@@ -32,7 +32,7 @@ from checks import checked, clip
 from measuring import machine, memory_of, memory_on_cpu, now, options_of, parsed, ratios, write
 from models import GPT, ResNet50
 from peers import reason
-from unsum.holding import FACTORS
+from unsum.reducers.holding import FACTORS
 
 Step = Callable[[], Any]
 
@@ -159,7 +159,7 @@ def ways_of(model: nn.Module, losses: Any, x: Tensor, y: Tensor, names: tuple[st
 
 def held_as_factors(step: Step) -> Any:
     """Whatever the budget would be: factors, to compare with."""
-    with unittest.mock.patch("unsum.weighted.choose", lambda sizes, *_, **__: dict.fromkeys(sizes, FACTORS)):
+    with unittest.mock.patch("unsum.reducers.weighted.choose", lambda sizes, *_, **__: dict.fromkeys(sizes, FACTORS)):
         return step()
 
 

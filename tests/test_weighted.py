@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import unsum
 from reads import close
 from unsum.errors import OptionError
-from unsum.holding import FACTORS, GRADIENTS, Size, choose
+from unsum.reducers.holding import FACTORS, GRADIENTS, Size, choose
 
 N, T, V = 4, 6, 11
 
@@ -18,7 +18,7 @@ N, T, V = 4, 6, 11
 @pytest.fixture(autouse=True)
 def _gradients_are_worth_holding(monkeypatch):
     """On a processor only long sequences are: here everything is small."""
-    monkeypatch.setattr("unsum.holding.FAR", {"cpu": 1.0})
+    monkeypatch.setattr("unsum.reducers.holding.FAR", {"cpu": 1.0})
 
 
 class GPT(nn.Module):

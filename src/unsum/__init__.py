@@ -14,12 +14,11 @@ from unsum.draw.draw import draw
 from unsum.edit import edit
 from unsum.gradients import gradients, mark_samples
 from unsum.mark import mark
-from unsum.reducers import Kronecker, Norms, Project, SecondMoment, TokenNorms
+from unsum.reducers import Kronecker, Norms, Project, SecondMoment, TokenNorms, WeightedSum
 from unsum.report import report
 from unsum.samples import dim, packed
 from unsum.sites import sites
 from unsum.verbs import add, clip, clip_norm, noise, remove, replace, reverse, scale, steer, zero
-from unsum.weighted import WeightedSum
 
 if os.environ.get("UNSUM_LOG"):  # tell what was learnt and decided
     logging.basicConfig()

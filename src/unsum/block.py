@@ -39,16 +39,12 @@ from unsum.plan.run import Run
 from unsum.plan.setting import Setting
 from unsum.plan.signature import Sizes, Survey, survey
 from unsum.plan.structure import agrees, derived, sizes_of, starts_of
-from unsum.reducers import Norms
-from unsum.reducing import Reducer, Reduction, takes_as
+from unsum.reducers import SQ_NORMS, Reducer
 from unsum.sites import Names, unwrapped
-from unsum.weighted import WeightedSum
 
 log = logging.getLogger("unsum")
 
-_shown_by: weakref.WeakKeyDictionary[Reduction, weakref.ref[Gradients]] = (
-    weakref.WeakKeyDictionary()
-)  # the last results
+_shown_by: weakref.WeakKeyDictionary[Any, weakref.ref[Gradients]] = weakref.WeakKeyDictionary()  # the last results
 
 
 @dataclass(frozen=True)
@@ -87,12 +83,12 @@ class GradientsBlock:
         self._found = Gradients(self._names, chosen, options.samples, options.reducers, keep=options.keep)
         self.acted = self._found.acted
         for reducer in options.reducers:
-            if isinstance(reducer, Reduction) and (before := _shown_by.get(reducer, lambda: None)()) is not None:
-                before.keep_reducer(reducer)  # what an earlier block has shown, it goes on to show
+            if hasattr(reducer, "kept"):
+                if (before := _shown_by.get(reducer, lambda: None)()) is not None:
+                    before.keep_reducer(reducer)  # what an earlier block has shown, it goes on to show
+                _shown_by[reducer] = weakref.ref(self._found)
             if hasattr(reducer, "reset"):
                 reducer.reset()
-            if isinstance(reducer, Reduction):
-                _shown_by[reducer] = weakref.ref(self._found)
         self._saved = Saved()
         self._sides = Sides(self._model, self._saved)
         self._forward = Forward(self._names, options.samples, self._sides, verify=options.verify)
@@ -320,12 +316,9 @@ class GradientsBlock:
         if not self._options.grad:
             skipped = plan.spare
         else:
-            takes = [
-                takes_as(r, Norms) or (isinstance(r, WeightedSum) and takes_as(r, WeightedSum) and r.clips)
-                for r in self._options.reducers
-            ]
-            skipped = plan.cheap if any(takes) else frozenset()
-            if len(takes) == 1 and takes_as(self._options.reducers[0], Norms) and not self._options.keep:
+            reducers = self._options.reducers
+            skipped = plan.cheap if any(getattr(r, "sums", False) for r in reducers) else frozenset()
+            if [getattr(r, "wants", None) for r in reducers] == [SQ_NORMS] and not self._options.keep:
                 left = left_to_torch(plan, nodes, self._setting.wanted, self._found.by_id)
                 skipped = skipped - left if left else skipped
         if not skipped or listens_to_all():

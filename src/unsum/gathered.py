@@ -16,7 +16,7 @@ from unsum.errors import SamplesError
 from unsum.factors.factors import Factors, Share
 from unsum.plan.intake import Intake
 from unsum.plan.plan import Meeting
-from unsum.reducing import Reducer
+from unsum.reducers import Reducer
 from unsum.samples import Samples
 from unsum.sites import Names
 

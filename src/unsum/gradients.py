@@ -11,7 +11,7 @@ from unsum import hooks
 from unsum import samples as sample_maps
 from unsum.block import GradientsBlock, Options
 from unsum.errors import OptionError, SamplesError
-from unsum.reducing import Reducer
+from unsum.reducers import Reducer
 
 
 def mark_samples(tensor: Tensor) -> Tensor:

@@ -16,8 +16,7 @@ from unsum.gathered import Gradients
 from unsum.gradients import gradients
 from unsum.kernels.product import rows
 from unsum.plan.memory import forget
-from unsum.reducers import Kronecker, Norms, Project, SecondMoment, TokenNorms
-from unsum.weighted import WeightedSum
+from unsum.reducers import Kronecker, Norms, Project, SecondMoment, TokenNorms, WeightedSum
 
 __all__ = ["assert_exact", "laws"]
 

@@ -17,7 +17,6 @@ from torch.utils import _pytree as pytree
 
 from unsum import hooks
 from unsum.compiled.compile import compiled_with_taps, rehearsing, reuses_memory, taken_down
-from unsum.compiled.forms import Form, form
 from unsum.compiled.pattern import NotLasting, Pattern, Unknown, Untappable, leaf_of, made, pattern
 from unsum.compiled.trace import Trace, tracing
 from unsum.errors import UnsupportedError
@@ -28,8 +27,8 @@ from unsum.nested import leaves
 from unsum.plan.forward import Forward, Look
 from unsum.plan.memory import watch_again
 from unsum.plan.plan import Meeting, Plan
+from unsum.reducers.tap import Tap
 from unsum.sites import unwrapped
-from unsum.weighted import WeightedSum
 
 log = logging.getLogger("unsum")
 
@@ -131,7 +130,7 @@ class Tapping:
         self._wanted = wanted
         self._by_id = {id(p): name for name, p in wanted.items()}
         self._reducers, self._grad = reducers, grad
-        self._forms: list[Form] | None = None
+        self._forms: list[Tap] | None = None
         self._module = model
         self._candidate: _Key | None = None  # of an eager call that may run compiled some time
         self._is_rehearsal = False
@@ -212,7 +211,7 @@ class Tapping:
 
     def _has_no_forms(self) -> bool:
         if self._forms is None:
-            forms = [form(reducer, self._wanted) for reducer in self._reducers]
+            forms = [r.tap(self._wanted) if hasattr(r, "tap") else None for r in self._reducers]
             devices = {p.device for p in self._wanted.values()}
             is_one = len(devices) == 1 and not any(p.is_complex() for p in self._wanted.values())
             self._forms = [f for f in forms if f is not None] if is_one and None not in forms else []
@@ -345,7 +344,8 @@ class Tapping:
 
     def refuse_other_order(self, tapped: Tapped) -> None:
         """Weights were given by the order of forwards, before it was known which have a backward."""
-        if any(isinstance(r, WeightedSum) and r.before_now() != tapped.before for r in self._reducers):
+        taps = zip(self._reducers, self._forms or (), strict=True)
+        if any(tap.in_order and reducer.before_now() != tapped.before for reducer, tap in taps):
             raise UnsupportedError(
                 "WeightedSum(w): the weights are in the order of the forwards that have a backward, and another "
                 "forward of the compiled model came between.\n  call backward right after each forward"

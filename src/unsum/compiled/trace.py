@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from unsum import hooks
 from unsum.compiled.aside import Aside
-from unsum.compiled.forms import Form
 from unsum.compiled.pattern import Leaf, Pattern, Unknown, Untappable, Way, described, made
 from unsum.factors.dense import Dense
 from unsum.factors.scale import Scale
@@ -24,7 +23,8 @@ from unsum.graph.nodes import Node, below
 from unsum.plan.audit import shape_of
 from unsum.plan.intake import Intake
 from unsum.plan.plan import Plan
-from unsum.reducers import Norms
+from unsum.reducers import SQ_NORMS
+from unsum.reducers.tap import Tap
 from unsum.rules.follow import cast, finished, follow
 from unsum.rules.registry import Call, find
 
@@ -36,7 +36,7 @@ class Trace:
     """What is wanted of a model while it is compiled."""
 
     patterns: Sequence[Pattern]  # of calls with these flags and sizes; none: they were never learnt
-    forms: Sequence[Form]
+    forms: Sequence[Tap]
     parameters: Mapping[str, nn.Parameter]  # those wanted
     frozen: frozenset[int]  # ids of parameters whose gradient nobody wants
     taps: int  # how many of the inputs are taps
@@ -157,7 +157,7 @@ class _Session:
             self._reducers.append(form.reducer(taps, [inputs.pop(0) for _ in range(form.inputs)]))
         assert n is not None
         self._pattern = pattern
-        if any(isinstance(reducer, Norms) for reducer in self._reducers):
+        if any(getattr(reducer, "wants", None) == SQ_NORMS for reducer in self._reducers):
             self._skipped = pattern.spare
         plan = Plan(
             n=n,
@@ -230,7 +230,8 @@ class _Session:
     def _arrive(self, name: str, way: Way, kind: Kind) -> None:
         assert self._intake is not None and self._pattern is not None
         parameter = self._trace.parameters[name]
-        alone = len(self._reducers) == 1 and isinstance(self._reducers[0], Norms) and self._pattern.expected[name] == 1
+        is_norms = [getattr(reducer, "wants", None) for reducer in self._reducers] == [SQ_NORMS]
+        alone = is_norms and self._pattern.expected[name] == 1
         if alone and self._aside.take(name, kind, parameter.dtype):
             self._intake.pass_by(parameter)
             return
@@ -246,11 +247,11 @@ class _Session:
     def finish(self) -> tuple[Tensor | None, ...]:
         assert self._intake is not None
         for names, squares in self._aside.squares():
-            self._reducers[0].put(names, squares)
+            self._reducers[0].receive(names, squares)
         for group in self._small.values():
             held = sorted(group, key=lambda each: each[0])
             squares = torch.stack([each for _, each in held]).square().sum(2)
-            self._reducers[0].put([name for name, _ in held], squares)
+            self._reducers[0].receive([name for name, _ in held], squares)
         self._intake.finish()
         values: list[Tensor | None] = []
         for form, reducer, taps in zip(self._trace.forms, self._reducers, self._by_form(self._taps), strict=True):

@@ -19,7 +19,7 @@ from unsum.graph.layout import Layout
 from unsum.graph.nodes import Node, below, is_leaf
 from unsum.graph.owners import Owners
 from unsum.graph.replay import Grads, replay
-from unsum.holding import Size, size_of
+from unsum.reducers.holding import Size, size_of
 from unsum.rules.follow import follow
 from unsum.rules.registry import Call, Rule, find
 from unsum.travel.values import Claims, drawn

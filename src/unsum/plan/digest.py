@@ -26,8 +26,7 @@ from unsum.kernels import fused, recorded
 from unsum.plan.plan import Plan, Route
 from unsum.plan.pool import Pool, waits
 from unsum.plan.signature import plain
-from unsum.reducers import Norms, Project, TokenNorms
-from unsum.reducing import Reading, Reducer
+from unsum.reducers import Reading, Reducer
 from unsum.rules.follow import finished
 from unsum.rules.registry import Call
 
@@ -35,7 +34,6 @@ log = logging.getLogger("unsum")
 
 PARTS = 1 << 20  # numbers, up to which parts of squared norms are left to be added up at the end
 TRIES = 3  # recordings of one place, if strides differ from batch to batch
-_READABLE = (Norms, TokenNorms, Project)  # exactly these: a subclass may take otherwise
 
 
 @dataclass(eq=False, slots=True)
@@ -62,7 +60,7 @@ class Place:
 
 def is_readable(reducers: Sequence[Reducer]) -> bool:
     """Whether these take numbers of factors, parameter by parameter, and nothing else."""
-    return bool(reducers) and all(type(reducer) in _READABLE for reducer in reducers)
+    return bool(reducers) and all(getattr(reducer, "wants", None) is not None for reducer in reducers)
 
 
 class Digests:
@@ -83,9 +81,9 @@ class Digests:
         self._plan, self._nodes, self._parameters = plan, nodes, parameters
         self._reducers, self._skipped, self._pool = reducers, skipped, pool
         self._put, self._deliver = put, deliver
-        forms = tuple([reducer.reads() for reducer in reducers])
+        forms = tuple([reducer.wants for reducer in reducers])
         config = (pool is None, forms, fused.is_installed(), skipped)
-        self._by_name = any(type(reducer) is Project for reducer in reducers)  # whose matrices go by names
+        self._by_name = any(reducer.by_name for reducer in reducers)
         self._places: dict[Any, Any] = plan.recordings.setdefault(config, {})
 
     def take(self, at: int, delta: Tensor) -> bool:

@@ -20,9 +20,7 @@ from unsum.plan.plan import Meeting, Plan, Route
 from unsum.plan.pool import Pool
 from unsum.plan.together import Together
 from unsum.plan.unchanged import Held, refuse_changed, versions
-from unsum.reducers import Norms
-from unsum.reducing import Reducer, takes_as
-from unsum.weighted import WeightedSum
+from unsum.reducers import SQ_NORMS, Reducer
 
 _hooks, _later_hooks = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 _dtype, _grad_dtype, _HAS_GRAD_DTYPE = attrgetter("dtype"), attrgetter("grad_dtype"), hasattr(Tensor, "grad_dtype")
@@ -58,11 +56,10 @@ class Intake:
         self.versions: dict[int, Held] = {}  # of the tensors that are held, as they came
         self._pooled = pooled
         self._pool: Pool | None = None
-        norms = reducers[0] if len(reducers) == 1 and pooled and not (keep or check) else None
-        if takes_as(norms, Norms):
-            assert isinstance(norms, Norms)
-            self._pool = Pool(lambda names, sq: norms.put(names, self._scaled(sq)), deliver)
-        self._summing = [r for r in reducers if isinstance(r, WeightedSum)]
+        norms: Any = reducers[0] if len(reducers) == 1 and pooled and not (keep or check) else None
+        if getattr(norms, "wants", None) == SQ_NORMS:
+            self._pool = Pool(lambda names, sq: norms.receive(names, self._scaled(sq)), deliver)
+        self._forming: list[Any] = [r for r in reducers if hasattr(r, "forms")]
         self._alone = self._find_alone()
         self._together: Together | None = None
         self._came: dict[int, int] = {}
@@ -73,15 +70,14 @@ class Intake:
         if self._pool is None or not plan.together or self._only is not None:
             return ()
         keys = {name: key for key, name in self._names.items()}
-        norms = self._reducers[0]
-        assert isinstance(norms, Norms)
+        norms: Any = self._reducers[0]
 
         def put(routes: Sequence[Route], sq: Tensor) -> None:
             names = [str(route.parameter) for route in routes]
             met = {keys[name]: route.met for name, route in zip(names, routes, strict=True)}
             self._done |= met.keys()
             self.meetings |= met
-            norms.put(names, self._scaled(sq))
+            norms.receive(names, self._scaled(sq))
 
         parameters = {name: self._wanted[key] for name, key in keys.items()}
         self._together = Together(plan, nodes, parameters, self._skipped, put, self._deliver)
@@ -103,7 +99,7 @@ class Intake:
             self._done.add(key)
             self.meetings[key] = route.met
             for reducer, value in zip(readers, values, strict=False):  # none of what waits in the pool
-                reducer.receive(name, value if self._scale is None else value * self._scale**reducer.power)
+                reducer.receive((name,), value if self._scale is None else value * self._scale**reducer.power)
 
         parameters = {name: self._wanted[key] for name, key in keys.items()}
         return Digests(plan, nodes, parameters, readers, self._skipped, self._pool, put, self._deliver)
@@ -122,7 +118,7 @@ class Intake:
             if self._pool is not None:
                 self._norms_of(key, kind, self._pool)
             else:
-                self._hand_over(key, [kind], versions(kind) if self._summing else [])
+                self._hand_over(key, [kind], versions(kind) if self._forming else [])
             return
         if key not in self._names or (self._only is not None and key not in self._only):
             return
@@ -186,8 +182,8 @@ class Intake:
 
     def _norms_of(self, key: int, kind: Kind, pool: Pool) -> None:
         """Norms are all that is wanted."""
-        name, parameter, norms = self._names[key], self._wanted[key], self._reducers[0]
-        assert isinstance(norms, Norms)
+        name, parameter = self._names[key], self._wanted[key]
+        norms: Any = self._reducers[0]
         wants_sum = name in self._skipped
         if pool.add(name, parameter, kind, wants_sum=wants_sum):
             return
@@ -196,7 +192,7 @@ class Intake:
             self._deliver([parameter], [summed])
         else:
             sq = kind.sq_norms()
-        norms.put((name,), self._scaled(sq))
+        norms.receive((name,), self._scaled(sq))
 
     def _scaled(self, sq_norms: Tensor) -> Tensor:
         return sq_norms if self._scale is None else sq_norms * self._scale**2
@@ -215,14 +211,14 @@ class Intake:
         name, parameter = self._names[key], self._wanted[key]
         factors = formed = Factors(name, parameter, [Share(self.n, kinds, self._scale, held)], is_over=False)
         if name in self._skipped:
-            if any(reducer.forms(name) for reducer in self._summing):
+            if any(reducer.forms(name) for reducer in self._forming):
                 formed = factors.formed(want_sum=True)  # norms and sum come with it
             summed = factors.norms_and_sum()[1]
             self._deliver([parameter], [summed if self._scale is None else summed / self._scale])
-        for reducer in self._summing:  # first: where they form gradients, norms come with it
+        for reducer in self._forming:  # first: where they form gradients, norms come with it
             reducer.take(name, formed if reducer.forms(name) else factors)
         for other in self._reducers:
-            if not isinstance(other, WeightedSum):
+            if not hasattr(other, "forms"):
                 other.take(name, factors)
 
 

@@ -13,7 +13,7 @@ from unsum.graph.layout import Layout, Mapped, Regular
 from unsum.graph.nodes import Node
 from unsum.graph.owners import Owners
 from unsum.graph.positions import Positions
-from unsum.holding import Size
+from unsum.reducers.holding import Size
 from unsum.rules.registry import Rule
 
 if TYPE_CHECKING:

@@ -1,4 +1,5 @@
-"""What reducers have in common: the samples that have had a backward, in which order they came, and what is held.
+"""What a reducer is, and what all of unsum's own have in common: the samples that have had a backward, in which order
+they came, and what is held.
 
 A reducer is any object with three methods. `begin(n, again)`: a backward with n samples begins; `again` if these
 samples had one before. `take(name, factors)`: the gradients of one parameter are complete. `end(left)`: the backward is
@@ -9,14 +10,17 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unsum.errors import SamplesError
 from unsum.factors.factors import Factors
+from unsum.reducers.tap import Tap
+
+SQ_NORMS = "sq_norms"  # what `wants` says of squared norms (n,), which come from the cheapest of several ways
 
 
 @runtime_checkable
@@ -31,7 +35,22 @@ class Reducer(Protocol):
 class Reduction:
     """The state that all reducers have: results are read after a backward."""
 
+    wants: Hashable = None  # what is read of every parameter's factors, if it is numbers; None: `take` is called
+    sums: bool = False  # whether the sum over samples comes with what is computed: torch is spared it
     _adds = False  # whether a second backward of the same samples may be added to the first
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A subclass that takes factors in its own way is not served as its parent is, unless it says so itself."""
+        super().__init_subclass__(**kwargs)
+        own = vars(cls)
+        if not own.keys().isdisjoint(("take", "read", "receive")):
+            for name, value in (("wants", None), ("sums", False), ("tap", Reduction.tap)):
+                if name not in own:
+                    setattr(cls, name, value)
+
+    def tap(self, parameters: Mapping[str, nn.Parameter]) -> Tap | None:
+        """How the numbers leave a compiled model; None if they do not: then the model runs eagerly in the block."""
+        return None
 
     def __init__(self) -> None:
         self.reset()
@@ -108,29 +127,24 @@ def _copied(value: Any) -> Any:
     return list(value) if isinstance(value, list) else value
 
 
-def takes_as(reducer: Any, kind: type) -> bool:
-    """Whether a reducer takes factors as this kind does: of a subclass that takes otherwise, `take` must be called."""
-    own = ("take", "put", "receive", "read")
-    return isinstance(reducer, kind) and all(getattr(type(reducer), m, None) is getattr(kind, m, None) for m in own)
-
-
 class Reading(Reduction, ABC):
-    """Reads one tensor of each parameter's factors, and needs nothing else of them: what it calls may be recorded."""
+    """A reducer that reads one tensor of each parameter's factors, and needs nothing else of them.
+
+    Such a reducer says what it `wants`; unsum then computes that in the cheapest way (many layers in one launch, a
+    recording, a compiled model), and hands over the numbers with `receive`. `read` says what they are.
+    """
 
     power: int  # of what multiplies every gradient, in what is read
+    by_name = False  # whether what is read of factors depends on the parameter's name
 
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
-        self.receive(name, self.read(factors))
-
-    @abstractmethod
-    def reads(self) -> Hashable:
-        """What is read: another, another recording."""
+        self.receive((name,), self.read(factors))
 
     @abstractmethod
     def read(self, factors: Factors) -> Tensor:
         """What is wanted of a parameter."""
 
     @abstractmethod
-    def receive(self, name: str, value: Tensor) -> None:
-        """What was read of a parameter."""
+    def receive(self, names: Sequence[str], value: Tensor) -> None:
+        """What was read of a parameter; of squared norms also of several parameters at once."""

@@ -8,14 +8,15 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unsum.errors import OptionError, SamplesError, UnsupportedError
 from unsum.factors.factors import Factors
-from unsum.holding import GRADIENTS, Size, choose, free_memory
 from unsum.kernels.product import squares
-from unsum.reducers import in_rows
-from unsum.reducing import Reduction
+from unsum.reducers.holding import GRADIENTS, Size, choose, free_memory
+from unsum.reducers.norms import in_rows
+from unsum.reducers.reducer import Reduction
+from unsum.reducers.tap import Shape, Tap
 
 log = logging.getLogger("unsum")
 
@@ -66,6 +67,11 @@ class WeightedSum(Reduction):
         return callable(self._w)
 
     @property
+    def sums(self) -> bool:  # type: ignore[override]
+        """Whether the sum over samples comes with the norms."""
+        return self.clips
+
+    @property
     def _adds(self) -> bool:  # type: ignore[override]
         return not self.clips
 
@@ -114,6 +120,10 @@ class WeightedSum(Reduction):
         if len(w) != n:
             raise SamplesError(f"WeightedSum: {len(self._w)} weights for {first + n} samples or more")
         return w.detach()
+
+    def tap(self, parameters: Mapping[str, nn.Parameter]) -> Tap | None:
+        """The sums leave a compiled model, if the weights are known before."""
+        return None if self.clips else _SumTap(self, parameters)
 
     def latest(self) -> dict[str, Tensor]:
         """{parameter: Σ w_n G_n} so far, whether there are more weights or not."""
@@ -170,3 +180,37 @@ def _checked(w: Any, norms: Tensor) -> Tensor:
         what = f"a tensor of shape {tuple(w.shape)}" if isinstance(w, Tensor) else repr(w)
         raise OptionError(f"WeightedSum: the function of the norms gave {what}, not weights of shape ({len(norms)},)")
     return w
+
+
+class _SumTap(Tap):
+    """Σ w_n G_n of every parameter, with weights that are known before."""
+
+    inputs, in_order = 1, True
+
+    def __init__(self, reducer: WeightedSum, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self._to, self._parameters, self.taps = reducer, parameters, len(parameters)
+
+    @property
+    def key(self) -> Hashable:
+        return "sum"
+
+    def shapes(self, n: int, positions: int | None) -> list[Shape]:
+        return [tuple(p.shape) for p in self._parameters.values()]
+
+    def given(self, first: int, n: int, device: torch.device) -> list[Tensor]:
+        return [self._to.given(first, n).to(device)]
+
+    def size(self, taps: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
+        return inputs[0].shape[0]
+
+    def reducer(self, taps: Sequence[Tensor], inputs: Sequence[Tensor]) -> WeightedSum:
+        return WeightedSum(inputs[0])
+
+    def values(self, reducer: WeightedSum) -> list[Tensor]:
+        found = reducer.latest()
+        return [found[name] if name in found else torch.zeros_like(p) for name, p in self._parameters.items()]
+
+    def receive(self, values: Sequence[Tensor], scale: Tensor | float | None) -> None:
+        for name, value in zip(self._parameters, values, strict=True):
+            self._to.add(name, value if scale is None else value * scale)

@@ -1,0 +1,140 @@
+"""`Project`: random projections of each sample's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from unsum.errors import OptionError
+from unsum.factors.factors import Factors, kept_numbers, projection, sides
+from unsum.reducers.reducer import Reading
+from unsum.reducers.tap import Shape, Tap
+
+
+class Project(Reading):
+    """Random projections: k·k numbers for each parameter. Their inner products are, on average, those of gradients.
+
+    Examples:
+        >>> import unsum
+        >>> model = torch.nn.Linear(3, 2, bias=False)
+        >>> with unsum.gradients(model, unsum.Project(k=2, seed=0)) as g:
+        ...     model(torch.ones(5, 3)).sum().backward()
+        >>> g[unsum.Project].matrix().shape
+        torch.Size([5, 4])
+    """
+
+    _adds = True
+    power, by_name = 1, True
+
+    def __init__(self, k: int = 16, seed: int = 0) -> None:
+        if not isinstance(k, int) or k < 1:
+            raise OptionError(f"Project(k={k!r}): k is a whole number, 1 or more")
+        self._k, self._seed = k, seed
+        super().__init__()
+
+    def reset(self) -> None:
+        super().reset()
+        self._parts: dict[str, dict[int, Tensor]] = {}
+
+    @property
+    def wants(self) -> Hashable:  # type: ignore[override]
+        """What is read of factors."""
+        return "projected", self._k, self._seed
+
+    def read(self, factors: Factors) -> Tensor:
+        """(n, k·k)."""
+        return factors.project(self._k, self._seed)
+
+    def receive(self, names: Sequence[str], value: Tensor) -> None:
+        """Add to a parameter's (n, k·k)."""
+        parts = self._parts.setdefault(names[0], {})
+        parts[self._now] = parts[self._now] + value if self._now in parts else value
+
+    def tap(self, parameters: Mapping[str, nn.Parameter]) -> Tap:
+        """(n, K) leave a compiled model."""
+        return _ProjectTap(self, self._k, self._seed, parameters)
+
+    def by_parameter(self) -> dict[str, Tensor]:
+        """{parameter: (n, k·k)}."""
+        self._check()
+        return {name: self._in_order(parts) for name, parts in self._parts.items()}
+
+    def matrix(self) -> Tensor:
+        """(n, K): the parameters side by side, by name."""
+        parts = self.by_parameter()
+        return torch.cat([parts[name] for name in sorted(parts)], 1)
+
+
+class _Projected:
+    """Takes factors with the matrices that it is given."""
+
+    def __init__(self, k: int, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        self._k, self._matrices = k, matrices
+        self.found: dict[str, Tensor] = {}
+
+    def begin(self, n: int, again: bool) -> None: ...
+
+    def take(self, name: str, factors: Factors) -> None:
+        self.found[name] = factors.projected(self._k, self._matrices.get(name))
+
+    def end(self, left: Sequence[str]) -> None: ...
+
+
+class _ProjectTap(Tap):
+    """(n, K): the projections of all parameters side by side."""
+
+    inputs = 1
+
+    def __init__(self, reducer: Project, k: int, seed: int, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self._to, self._k, self._seed = reducer, k, seed
+        self._shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+
+    @property
+    def key(self) -> Hashable:
+        return "projected", self._k
+
+    def shapes(self, n: int, positions: int | None) -> list[Shape]:
+        return [(n, sum(kept_numbers(shape, self._k) for shape in self._shapes.values()))]
+
+    def given(self, first: int, n: int, device: torch.device) -> list[Tensor]:
+        return [_bank(tuple(self._shapes.items()), self._k, self._seed, device)]
+
+    def size(self, taps: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
+        return taps[0].shape[0]
+
+    def reducer(self, taps: Sequence[Tensor], inputs: Sequence[Tensor]) -> _Projected:
+        bank, first = inputs[0], 0
+        matrices: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, shape in self._shapes.items():
+            if (wanted := sides(shape, self._k)) is not None:
+                k, rows, columns = wanted
+                left = bank[first : first + k * rows].view(k, rows)
+                first += k * rows
+                matrices[name] = left, bank[first : first + columns * k].view(columns, k)
+                first += columns * k
+        return _Projected(self._k, matrices)
+
+    def values(self, reducer: _Projected) -> list[Tensor]:
+        return [torch.cat([reducer.found[name] for name in self._shapes], 1)]
+
+    def receive(self, values: Sequence[Tensor], scale: Tensor | float | None) -> None:
+        whole = values[0] if scale is None else values[0] * scale
+        sizes = [kept_numbers(shape, self._k) for shape in self._shapes.values()]
+        for name, part in zip(self._shapes, whole.split(sizes, 1), strict=True):
+            self._to.receive((name,), part)
+
+
+@lru_cache(maxsize=16)
+def _bank(shapes: tuple[tuple[str, Shape], ...], k: int, seed: int, device: torch.device) -> Tensor:
+    """The matrices of all parameters, one after the other: one input instead of two for each."""
+    parts = [
+        matrix.flatten()
+        for name, shape in shapes
+        if (wanted := sides(shape, k)) is not None
+        for matrix in projection(name, seed, *wanted, device)
+    ]
+    return torch.cat(parts) if parts else torch.zeros(1, device=device)

@@ -1,0 +1,53 @@
+"""How a reducer takes its numbers out of a compiled model: the tensors that it is given there, those that leave
+through taps, and what becomes of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+class Tap(ABC):
+    """A reducer, as a compiled model sees it."""
+
+    taps = 1  # how many tensors leave
+    inputs = 0  # how many it is given
+    in_order = False  # whether what it is given goes by the order of the samples
+
+    def __init__(self) -> None:
+        self.told: list[str] = []  # what there is to know of what leaves, found out while torch writes down
+
+    @property
+    @abstractmethod
+    def key(self) -> Hashable:
+        """What is compiled in: another key, another compilation."""
+
+    @abstractmethod
+    def shapes(self, n: int, positions: int | None) -> list[Shape]:
+        """The shapes of what leaves."""
+
+    def given(self, first: int, n: int, device: torch.device) -> list[Tensor]:
+        """What it is given for n samples, of which so many came before."""
+        return []
+
+    @abstractmethod
+    def size(self, taps: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
+        """The number of samples, while torch writes down."""
+
+    @abstractmethod
+    def reducer(self, taps: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
+        """A reducer that takes factors while torch writes down."""
+
+    @abstractmethod
+    def values(self, reducer: Any) -> list[Tensor]:
+        """What leaves, when all factors have come to that reducer."""
+
+    @abstractmethod
+    def receive(self, values: Sequence[Tensor], scale: Tensor | float | None) -> None:
+        """What has left, after a backward."""

@@ -1,0 +1,121 @@
+"""Reducers say what they want: one that is written outside unsum is served by the same lanes as unsum's own."""
+
+import pytest
+import torch
+from reference import per_sample_gradients
+from torch import nn
+
+import unsum
+from unsum.reducers import SQ_NORMS, Reading
+
+WIDTH, N, T = 6, 4, 5
+
+
+class Squares(Reading):
+    """The squared norms of every parameter, as they come."""
+
+    wants, sums, power = SQ_NORMS, True, 2
+
+    def reset(self):
+        super().reset()
+        self.came = []
+
+    def read(self, factors):
+        return factors.sq_norms()
+
+    def receive(self, names, value):
+        self.came.append((tuple(names), value))
+
+    def by_parameter(self):
+        parts = [
+            zip(names, value.view(len(names), -1, value.shape[-1]).sum(1), strict=True) for names, value in self.came
+        ]
+        return {name: own for pairs in parts for name, own in pairs}
+
+
+class Deltas(Reading):
+    """The sum of each sample's gradient over the columns of a parameter: numbers that no reducer of unsum's reads."""
+
+    wants, power = "rows", 1
+
+    def reset(self):
+        super().reset()
+        self.found = {}
+
+    def read(self, factors):
+        return factors.per_sample().flatten(2).sum(2) if len(factors.shape) > 1 else factors.per_sample()
+
+    def receive(self, names, value):
+        self.found[names[0]] = value
+
+
+def layers():
+    torch.manual_seed(0)
+    inner = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh())]
+    return nn.Sequential(*inner, nn.Linear(WIDTH, 3)).double()
+
+
+def loss(model, x):
+    return model(x).square().sum()
+
+
+def test_squared_norms_for_a_reducer_of_ones_own(caplog):
+    model = layers()
+    caplog.set_level("INFO", logger="unsum")
+    for _ in range(6):  # learnt, derived, recorded, compared, alone
+        x = torch.randn(N, T, WIDTH, dtype=torch.float64)
+        each = per_sample_gradients(model, loss, x)
+        model.zero_grad()
+        with unsum.gradients(model, own := Squares(), scaler=None) as g:
+            loss(model, x).backward()
+        found = g[own].by_parameter()
+        assert found.keys() == each.keys()
+        for name, values in each.items():
+            torch.testing.assert_close(found[name], values.flatten(1).square().sum(1), msg=name)
+            torch.testing.assert_close(model.get_parameter(name).grad, values.sum(0), msg=name)
+    assert max(len(names) for names, _ in own.came) > 1  # layers of one shape came together
+
+
+def test_other_numbers_for_a_reducer_of_ones_own():
+    model = layers()
+    for scale in (None, None, None, None, 8.0, 8.0):
+        x = torch.randn(N, T, WIDTH, dtype=torch.float64)
+        each = per_sample_gradients(model, loss, x)
+        scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
+        with unsum.gradients(model, own := Deltas(), unsum.Norms(), scaler=scaler) as g:
+            value = loss(model, x)
+            (value if scaler is None else scaler.scale(value)).backward()
+        for name, values in each.items():
+            torch.testing.assert_close(g[own].found[name], values.flatten(2).sum(2) if values.dim() > 2 else values)
+
+
+@pytest.mark.parametrize("parent", [unsum.Norms, unsum.TokenNorms, unsum.Project, unsum.WeightedSum])
+def test_a_subclass_that_takes_in_its_own_way_is_given_every_parameter(parent):
+    taken = []
+
+    class Own(parent):
+        def take(self, name, factors):
+            taken.append(name)
+            super().take(name, factors)
+
+    assert Own.wants is None and Own.sums is False
+    model = layers()
+    for _ in range(5):
+        taken.clear()
+        reducer = Own(torch.ones(N)) if parent is unsum.WeightedSum else Own()
+        with unsum.gradients(model, reducer):
+            loss(model, torch.randn(N, T, WIDTH, dtype=torch.float64)).backward()
+        assert sorted(taken) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_a_subclass_that_takes_nothing_otherwise_is_served_as_its_parent():
+    class Named(unsum.Norms):
+        def largest(self):
+            return int(self.norms().argmax())
+
+    assert Named.wants == SQ_NORMS and Named.sums
+    model, x = layers(), torch.randn(N, T, WIDTH, dtype=torch.float64)
+    with unsum.gradients(model, Named()) as g:
+        loss(model, x).backward()
+    each = torch.cat([v.flatten(1) for v in per_sample_gradients(model, loss, x).values()], 1)
+    assert g[Named].largest() == int(each.norm(dim=1).argmax())
