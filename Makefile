@@ -23,6 +23,7 @@ check: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tests/wall.py
 
 format: .venv/.dev
 	$(BIN)/ruff format .

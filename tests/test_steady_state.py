@@ -12,6 +12,7 @@ import unsum
 from unsum.plan import grads
 from unsum.plan.signature import survey
 from unsum.plan.skeleton import _FOLLOWS, _SAYS, _VIEWS
+from unsum.seams import tensors
 
 # ---- the signature --------------------------------------------------------------------------------------------------
 
@@ -229,7 +230,7 @@ def test_gradients_are_put_as_torch_puts_them():
 
 @pytest.mark.parametrize("clone", [None, getattr(torch, "_foreach_clone", None)])
 def test_copies_are_equal_with_every_torch(clone, monkeypatch):
-    monkeypatch.setattr(grads, "_clone", clone)
+    monkeypatch.setattr(tensors, "_clone", clone)
     whole = torch.randn(3, 2, 2)
     parameters = [nn.Parameter(torch.ones(2, 2)) for _ in range(3)]
     grads.accumulate(parameters, whole.unbind())

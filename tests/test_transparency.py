@@ -130,15 +130,3 @@ def test_a_block_changes_no_class():
         model(x)
         raise ValueError("on purpose")
     assert nn.Module.__call__.__code__.co_name == "_wrapped_call_impl"
-
-
-def test_blocks_that_clip_may_end_in_any_order():
-    register, retain = torch.Tensor.register_hook, torch.Tensor.retain_grad
-    blocks = [unsum.gradients(nn.Linear(3, 2), unsum.WeightedSum(lambda norms: 1 / norms)) for _ in range(3)]
-    for block in blocks:
-        block.__enter__()
-    assert torch.Tensor.register_hook is not register
-    for k in (1, 0, 2):
-        blocks[k].__exit__(None, None, None)
-    assert torch.Tensor.register_hook is register and torch.Tensor.retain_grad == retain
-    assert "retain_grad" not in vars(torch.Tensor)

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from unsum.seams.nodes import number_of
+
 _LAST, _PLANS = 32, 16  # of each site so many calls, of each block so many backwards: a long block must not grow
 
 Key = tuple[int, type, int, tuple[int, ...]]  # number and type of the node, which output, its shape
@@ -37,7 +39,7 @@ class Acted:
         if node is None:
             self.loose.setdefault(str(site), deque(maxlen=_LAST)).append(weakref.ref(tensor))
             return
-        self.notes.append((site, node._sequence_nr(), type(node), tensor.output_nr, tensor.shape))
+        self.notes.append((site, number_of(node), type(node), tensor.output_nr, tensor.shape))
         if len(self.notes) > self.room:
             self.sort()
 
@@ -55,10 +57,10 @@ class Acted:
 
     def by_plan(self, root: Any, plan: Any, size: int) -> None:
         """A backward from this node goes by a plan; the graph has so many nodes."""
-        self.plans[root._sequence_nr(), root.name(), size] = plan
+        self.plans[number_of(root), root.name(), size] = plan
         if len(self.plans) > _PLANS:
             del self.plans[next(iter(self.plans))]
 
     def plan_of(self, root: Any, size: int) -> Any:
         """The plan by which the last backward from this node went; None if there was none."""
-        return self.plans.get((root._sequence_nr(), root.name(), size))
+        return self.plans.get((number_of(root), root.name(), size))

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from unsum import hooks
 from unsum import samples as sample_maps
+from unsum import seams
 from unsum.choice import choose, first_names
 from unsum.compiled.tapping import Tapped, Tapping
 from unsum.errors import OptionError, UnsupportedError
@@ -40,6 +39,8 @@ from unsum.plan.setting import Setting
 from unsum.plan.signature import Sizes, Survey, survey
 from unsum.plan.structure import agrees, derived, sizes_of, starts_of
 from unsum.reducers import SQ_NORMS, Reducer
+from unsum.seams.modes import without_functions
+from unsum.seams.nodes import current_node
 from unsum.sites import Names, unwrapped
 
 log = logging.getLogger("unsum")
@@ -115,8 +116,8 @@ class GradientsBlock:
         self._unscale: Tensor | float | None = None
         self._calls: frozenset[int] = frozenset()
         self.passes = False  # whether calls inside the one under way need not be told
-        self._blocks = hooks.open_block(self)
-        self._unwatch = hooks.on_calls(self)
+        self._blocks = seams.open_block(self)
+        self._unwatch = seams.on_calls(self)
         self._forward.open()
         return self._found
 
@@ -125,7 +126,7 @@ class GradientsBlock:
     ) -> None:
         self._forward.close()
         self.passes = False
-        hooks.close_block(self, self._blocks)
+        seams.close_block(self, self._blocks)
         self._unwatch()
         del self._unwatch  # which knows this object
         self._open = False
@@ -150,13 +151,13 @@ class GradientsBlock:
 
     def _hears(self) -> bool:
         """Whether what arrives at a parameter now is part of the backward that is split."""
-        if self._learning or self not in hooks.here():
+        if self._learning or self not in seams.here():
             return False
         return bool(self._adding) and (self._adding[-1] or len(self._adding) == 1)
 
     def _is_deaf(self) -> bool:
         # In a backward, a checkpoint runs its forward again: that is not a new call.
-        return bool(self._learning or self._forward.is_verifying or self._adding or self not in hooks.here())
+        return bool(self._learning or self._forward.is_verifying or self._adding or self not in seams.here())
 
     def _name_of(self, module: nn.Module) -> str | None:
         return "" if module is self._model else self._module_names().get(id(module))
@@ -169,7 +170,7 @@ class GradientsBlock:
         if self.passes:  # inside a call that is known
             return False
         name = self._name_of(module)
-        if name is None and hooks.is_compiled(module):  # what it calls was bound when it was compiled, and is not seen
+        if name is None and seams.is_compiled(module):  # what it calls was bound when it was compiled, and is not seen
             name = self._name_of(unwrapped(module))
         if name is None or self._is_deaf():
             return False
@@ -186,15 +187,15 @@ class GradientsBlock:
 
     def instead_of_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._is_deaf() or (tapping := self._taps()) is None:
-            return hooks.NOTHING
-        with hooks.alone(self) as is_alone:
-            output = tapping.call(module, args, kwargs) if is_alone else hooks.NOTHING
+            return seams.NOTHING
+        with seams.alone(self) as is_alone:
+            output = tapping.call(module, args, kwargs) if is_alone else seams.NOTHING
         self._found.forwards = len(self._forward.made)
         return output
 
     # ---- backward -------------------------------------------------------------------------------------------------
 
-    def before_backward(self, call: hooks.Backward) -> Sequence[Tensor] | None:
+    def before_backward(self, call: seams.Backward) -> Sequence[Tensor] | None:
         self._adding.append(call.accumulates)
         self._backwards.append(None)
         if len(self._adding) > 1:
@@ -208,7 +209,7 @@ class GradientsBlock:
             return self._begin_tapped(call, seen.nodes, tapped, calls)
         if not self._reaches(call, seen) and (self._setting.wanted or not known):
             return None  # of another model, or for something else than parameters
-        if any(isinstance(grad, Tensor) and hooks.is_batched(grad) for grad in call.grads):
+        if any(isinstance(grad, Tensor) and seams.is_batched(grad) for grad in call.grads):
             raise UnsupportedError("is_grads_batched=True: one backward after the other brings gradients by sample")
         if call.create_graph:
             raise UnsupportedError("create_graph=True: the gradients of a second backward are not those of .grad")
@@ -226,7 +227,7 @@ class GradientsBlock:
             return None
         return [leaf for leaf, name in zip(seen.leaves, seen.names, strict=True) if name not in skipped]
 
-    def _reaches(self, call: hooks.Backward, seen: Survey) -> bool:
+    def _reaches(self, call: seams.Backward, seen: Survey) -> bool:
         """Whether this backward brings a gradient to any chosen parameter."""
         wanted = self._setting.wanted
         if call.inputs:
@@ -234,7 +235,7 @@ class GradientsBlock:
         return any(id(leaf) in wanted for leaf in seen.leaves)
 
     def _begin_tapped(
-        self, call: hooks.Backward, nodes: Sequence[Node], tapped: Tapped, calls: frozenset[int]
+        self, call: seams.Backward, nodes: Sequence[Node], tapped: Tapped, calls: frozenset[int]
     ) -> Sequence[Tensor] | None:
         """A backward through a compiled call: what is wanted leaves through its taps."""
         assert self._tapping is not None
@@ -269,7 +270,7 @@ class GradientsBlock:
         if self._is_new:
             self._found.drop(self._calls)
 
-    def _begin(self, call: hooks.Backward, nodes: Sequence[Node], plan: Plan, again: bool) -> frozenset[str]:
+    def _begin(self, call: seams.Backward, nodes: Sequence[Node], plan: Plan, again: bool) -> frozenset[str]:
         """Wait at the plan's nodes; say which parameters torch need not bring gradients to."""
         options = self._options
         self._begin_reducers(plan.n, again)
@@ -309,9 +310,9 @@ class GradientsBlock:
                 reducer.select(self._calls, self._forward.positions(self._calls))
             reducer.begin(n, again)
 
-    def _skipped(self, call: hooks.Backward, plan: Plan, nodes: Sequence[Node]) -> frozenset[str]:
+    def _skipped(self, call: seams.Backward, plan: Plan, nodes: Sequence[Node]) -> frozenset[str]:
         """The parameters whose gradient torch need not compute."""
-        if call.inputs or not call.accumulates or self._is_checked or len(hooks.here()) != 1:
+        if call.inputs or not call.accumulates or self._is_checked or len(seams.here()) != 1:
             return frozenset()
         if not self._options.grad:
             skipped = plan.spare
@@ -329,7 +330,7 @@ class GradientsBlock:
         return skipped.difference(self._found.by_id[key] for key, p in wanted.items() if are_listened([p]))
 
     def _recall(
-        self, call: hooks.Backward, seen: Survey, known: Mapping[Edge, Layout], calls: frozenset[int]
+        self, call: seams.Backward, seen: Survey, known: Mapping[Edge, Layout], calls: frozenset[int]
     ) -> tuple[Plan, Sequence[Node]]:
         """The plan of this graph, remembered or learnt, and the nodes in its order."""
         self._calls = calls or self._forward.pending()
@@ -339,6 +340,7 @@ class GradientsBlock:
         if n is None:
             raise unknown_samples(self._forward.mismatch())
         self._forward.had_backward(made)
+        self._forward.rows.asked = made
         self._is_checked = not self._setting.rules
         key = self._key(call, seen, known, n)
         structure = recall(self._model, key) if self._setting.rules and n else None
@@ -356,7 +358,7 @@ class GradientsBlock:
             self._forward.always_watch(made)
         if self._sides.is_blind:
             watch_again(self._model)
-            known = known if self._forward.is_marked else self._forward.by_evidence(nodes)
+            known = known if self._forward.is_marked else self._forward.by_evidence(nodes) or known
         with self._learn():
             plan, judged = learn(
                 call.roots, call.grads, nodes, known, self._setting, n, made, marked=self._forward.is_marked
@@ -382,7 +384,7 @@ class GradientsBlock:
         )
         return plan, nodes
 
-    def _key(self, call: hooks.Backward, seen: Survey, known: Mapping[Edge, Layout], n: int) -> Hashable:
+    def _key(self, call: seams.Backward, seen: Survey, known: Mapping[Edge, Layout], n: int) -> Hashable:
         """What a structure is remembered by. One sample is a case of its own: then all data is its."""
         cut = tuple([(seen.at[node], output, isinstance(owners, Regular)) for (node, output), owners in known.items()])
         roots = tuple([(seen.at.get(node), output) for node, output in map(place, call.roots)])
@@ -418,20 +420,20 @@ class GradientsBlock:
         self._learning = True
         try:
             with (
-                torch._C.DisableTorchFunction(),
-                self._saved.once(keep=list(hooks.here()) == [self]),
+                without_functions(),
+                self._saved.once(keep=list(seams.here()) == [self]),
                 buffers_aside(self._model),
             ):
                 yield
         finally:
             self._learning = False
 
-    def _inside(self, call: hooks.Backward) -> None:
+    def _inside(self, call: seams.Backward) -> None:
         """A node runs a backward of its own inside its backward: a reentrant checkpoint, a reversible network."""
         outer = next((run for run in reversed(self._backwards) if run is not None), None)
         if outer is None or not call.accumulates or self._intake is None:
             return
-        waiting = outer.hidden.get(torch._C._current_autograd_node())  # type: ignore[attr-defined]
+        waiting = outer.hidden.get(current_node())
         if waiting:
             nodes = ordered(_roots(call))
             with self._learn():
@@ -499,7 +501,7 @@ def _drop(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
     """Nobody wants these in `.grad`."""
 
 
-def _roots(call: hooks.Backward) -> list[Node]:
+def _roots(call: seams.Backward) -> list[Node]:
     """The nodes from which a backward starts."""
     return [node for node, _ in map(place, call.roots) if node is not None]
 

@@ -13,7 +13,7 @@ from unsum.errors import OptionError, SiteError
 from unsum.flow import Flow
 from unsum.keeping import Keep, Keeping, Reduce
 from unsum.picking import Spot
-from unsum.recompute import Call
+from unsum.seams.checkpoints import Call
 from unsum.silence import complain
 from unsum.sites import Asked, Place, parse
 

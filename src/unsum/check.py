@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from unsum.errors import InteractionError, SamplesError, UnsupportedError
 from unsum.gradients import gradients
 from unsum.graph.probe import mixing
-from unsum.graph.state import State, without_hooks
+from unsum.graph.state import State
 from unsum.nested import leaves, put
 from unsum.samples import Dim, Samples
+from unsum.seams.modules import without_hooks
 
 LossFunction = Callable[[Any, Any], Tensor]
 

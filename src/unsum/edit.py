@@ -12,13 +12,14 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from unsum import hooks
+from unsum import seams
 from unsum.capture import Missing
 from unsum.errors import OptionError, SiteError, VerbError
 from unsum.flow import Flow
 from unsum.keeping import current_scale, unscaled
 from unsum.picking import Spot
-from unsum.recompute import Call
+from unsum.seams.checkpoints import Call
+from unsum.seams.nodes import Function
 from unsum.silence import complain
 from unsum.sites import Asked, parse
 from unsum.verbs import Verb
@@ -149,9 +150,9 @@ class Edit:
         done, regions = self._flow.repeated, [weakref.ref(region) for region in call.regions]
         tripwire = _Tripwire(site, lambda: done.update(r for ref in regions if (r := ref()) is not None))
         if edited.requires_grad:
-            hooks.on_gradient(edited, tripwire)
-        elif isinstance(call.regions[0], torch._C._FunctionBase):
-            hooks.on_node(call.regions[0], tripwire)
+            seams.on_gradient(edited, tripwire)
+        elif isinstance(call.regions[0], Function):
+            seams.on_node(call.regions[0], tripwire)
         self._tripwires.append(tripwire)
 
 

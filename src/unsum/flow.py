@@ -22,13 +22,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from unsum import hooks, shortcut
+from unsum import seams, shortcut
 from unsum.acted import Acted
 from unsum.alias import aliases
 from unsum.errors import SiteError, UnsupportedError
 from unsum.nested import leaves, put
 from unsum.picking import Spot, pick
-from unsum.recompute import Call, Calls
+from unsum.seams.checkpoints import Call, Calls
+from unsum.seams.nodes import next_number, number_of
 from unsum.share import Collection, Share
 from unsum.shortcut import Begun
 from unsum.sites import Names, Place, Site
@@ -81,7 +82,7 @@ class Flow:
         self._notes: dict[tuple[Place, Any], str] = {}  # by kind, or by site
         self._places: dict[int, Place] = {}  # by the id of the module or parameter
         self._running: dict[Place, list[_Running | Begun]] = {}
-        self._handles: list[hooks.Handle] = []
+        self._handles: list[seams.Handle] = []
         self._watches: list[Watch] = []
         self._shares: list[Share] = []
         self._collections: list[Collection] = []  # one for each backward that is under way
@@ -89,7 +90,7 @@ class Flow:
         self._many = 1024
         self._accumulates: list[bool] = []  # for each backward under way, whether it adds to .grad
         self._first_node: int | None = None
-        self.blocks: list[hooks.Block] | None = None
+        self.blocks: list[seams.Block] | None = None
         self._short = [shortcut.serves(site) for site in asked]
         self._all_short = all(self._short)
         for number, site in enumerate(asked):
@@ -134,7 +135,7 @@ class Flow:
     # ---- open and close -------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        self.blocks, seen = hooks.open_block(self), self.receiver.seen
+        self.blocks, seen = seams.open_block(self), self.receiver.seen
         try:
             for place, kinds in self._wants.items():
                 if isinstance(place.thing, nn.Module):
@@ -154,7 +155,7 @@ class Flow:
         ):
             self._handles.append(shortcut.follow(self, place, kinds, running, seen))
             return
-        self._handles += hooks.on_call(
+        self._handles += seams.on_call(
             place.thing,
             lambda args, kwargs: self.enter(place, args, kwargs),
             lambda output: self.leave(place, output),
@@ -169,20 +170,20 @@ class Flow:
         spot = Spot(place, "grad", 0, (), (), asked)
 
         def arrived(grad: Tensor) -> Tensor | None:
-            if grad is None or self not in hooks.here():
+            if grad is None or self not in seams.here():
                 return None
             if len(self._accumulates) > 1 and not self._accumulates[-1]:
                 return None  # somebody's torch.autograd.grad inside the backward, whose result he handles himself
             return self.arrived(spot, grad)
 
         self.acted.leaves[place.name] = str(spot)
-        self._handles.append(hooks.on_gradient(parameter, arrived))
+        self._handles.append(seams.on_gradient(parameter, arrived))
 
     def close(self) -> None:
         """Take away every hook of ours. Those on tensors of a graph that was not walked may stay, to refuse."""
         if self.blocks is None:
             return
-        hooks.close_block(self, self.blocks)
+        seams.close_block(self, self.blocks)
         self.blocks = None
         for handle in self._handles:
             handle.remove()
@@ -215,9 +216,9 @@ class Flow:
 
     def enter(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module is about to be called. What it is to get instead, or None."""
-        if self not in hooks.here():
+        if self not in seams.here():
             return None
-        hooks.refuse_tracing(place.name)
+        seams.refuse_tracing(place.name)
         kinds = self._wants[place]
         given: dict[int, Any] = {}
         if "grad_output" in kinds:
@@ -243,7 +244,7 @@ class Flow:
     def leave(self, place: Place, output: Any) -> Any:
         """A module was called. What is to flow on instead of the output, or None."""
         running = self._running.get(place)
-        if not running or self not in hooks.here():
+        if not running or self not in seams.here():
             return None
         begun = running.pop()
         assert isinstance(begun, _Running)
@@ -269,7 +270,7 @@ class Flow:
     def _end_shares(self, place: Place, shares: _Shares, output: Any) -> dict[Path, Tensor]:
         """The module is left. Where it returns an input itself, its share comes through the output: by an alias."""
         outputs = [tensor for _, tensor in leaves(output)]
-        alive = next((hooks.on_gradient(t, hooks.inert) for t in outputs if t.grad_fn is not None), None)
+        alive = next((seams.on_gradient(t, seams.inert) for t in outputs if t.grad_fn is not None), None)
         for share, tensor in shares:
             share.close(tensor, outputs, alive)
         returned = [(share, tensor) for tensor in outputs for share, _ in shares if share.is_of(tensor)]
@@ -288,7 +289,7 @@ class Flow:
 
     def mark_value(self, place: Place, tensor: Tensor) -> Tensor:
         """Pass a marked tensor through: it acts as the output of a module that returns its input."""
-        hooks.refuse_tracing(place.name)
+        seams.refuse_tracing(place.name)
         _ = tensor.grad_fn
         call = self.calls.begin(place)
         if call is None:
@@ -346,7 +347,7 @@ class Flow:
         """Whether an open block changes the gradients of this module's inputs: then they go through an alias."""
         return any(
             isinstance(block, Flow) and block.receiver.edits and block._wants_gradients_of(place.thing)
-            for block in hooks.here()
+            for block in seams.here()
         )
 
     def _wants_gradients_of(self, thing: Any) -> bool:
@@ -386,19 +387,19 @@ class Flow:
         self._watches.append(watch)
 
     def arrived(self, spot: Spot, grad: Tensor) -> Tensor | None:
-        if hooks.is_batched(grad):
+        if seams.is_batched(grad):
             raise UnsupportedError(
                 f"{spot}: torch.autograd.grad(..., is_grads_batched=True) runs the backward under vmap, where what "
                 "flows cannot be captured or edited.\n  call it once for each row"
             )
         return self.receiver.gradient(spot, grad, self.backwards)
 
-    def before_backward(self, call: hooks.Backward) -> None:
+    def before_backward(self, call: seams.Backward) -> None:
         self._accumulates.append(call.accumulates)
         self._collections.append(Collection(self.arrived))
         if len(self._accumulates) == 1:
             self.backwards += 1
-            self._first_node = torch._C._autograd._get_sequence_nr() if call.create_graph else None
+            self._first_node = next_number() if call.create_graph else None
         for watch in self._watches:
             if watch.anchor is not None and watch.anchor.has_changed():
                 watch.follow_changes(watch.anchor, call.roots)
@@ -410,7 +411,7 @@ class Flow:
         if self._accumulates:
             return
         if self._first_node is not None:
-            self._second_order.append(range(self._first_node, torch._C._autograd._get_sequence_nr()))
+            self._second_order.append(range(self._first_node, next_number()))
         # What was walked may be walked again, even without retain_graph where nothing was saved: only what is gone is
         # let go.
         self._watches = [watch for watch in self._watches if not watch.is_dead()]
@@ -422,4 +423,4 @@ def _is_older(tensor: Tensor, call: Call, given: Mapping[int, Any]) -> bool:
     node = tensor.grad_fn
     if node is None or (id(tensor) in given and given[id(tensor)] == node):
         return True
-    return node._sequence_nr() < call.start
+    return number_of(node) < call.start

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from unsum import hooks
 from unsum import samples as sample_maps
+from unsum import seams
 from unsum.block import GradientsBlock, Options
 from unsum.errors import OptionError, SamplesError
 from unsum.reducers import Reducer
@@ -30,7 +30,7 @@ def mark_samples(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, Tensor) or tensor.grad_fn is None:
         raise SamplesError("mark_samples names a tensor that was computed from parameters")
-    for block in hooks.here():
+    for block in seams.here():
         if isinstance(block, GradientsBlock):
             block.mark(tensor)
     return tensor

@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from unsum.seams.nodes import number_of
+from unsum.seams.tensors import version_of
+
 _EMPTY, _NONE = torch.empty(0), torch.Size()
 _tuple: Any = tuple.__new__  # a named tuple by way of its own class takes twice as long
 NodeId = tuple[int, object]  # its number, and a token: threads number their nodes independently
@@ -40,10 +43,10 @@ class Changes:
 
     def __init__(self, tensor: Tensor) -> None:
         self._counter = _counter(tensor)
-        self._version = self._counter._version
+        self._version = version_of(self._counter)
 
     def __bool__(self) -> bool:
-        return self._counter._version != self._version
+        return version_of(self._counter) != self._version
 
 
 class Anchor(NamedTuple):
@@ -58,7 +61,7 @@ class Anchor(NamedTuple):
 
     def has_changed(self) -> bool:
         """Whether the memory of the view was changed in place since."""
-        return self.counter._version != self.version
+        return version_of(self.counter) != self.version
 
     def find(self, roots: Sequence[Any]) -> Any | None:
         """The base's node in the graph below `roots`; None if it is not there. Raises LostError."""
@@ -102,11 +105,11 @@ def anchor(tensor: Tensor, base: Tensor) -> Anchor | None:
     if bottom is None and tensor.is_inference():
         return None
     counter = _counter(tensor)
-    version = counter._version
+    version = version_of(counter)
     if bottom is None:
         return Anchor(counter, version, (), 0, _NONE, None)
     if type(top).__name__ == "ViewBackward0" and top.next_functions[0][0] == bottom:  # as linears return
-        chain = (top._sequence_nr(), token(top)), (bottom._sequence_nr(), token(bottom))
+        chain = (number_of(top), token(top)), (number_of(bottom), token(bottom))
         return _tuple(Anchor, (counter, version, chain, base.output_nr, tensor.shape, None))  # type: ignore[no-any-return]
     if base.numel() != tensor.numel() or base.dtype != tensor.dtype or not _is_dense(base):
         return Anchor(counter, version, (), 0, _NONE, None)
@@ -153,7 +156,7 @@ def token(node: Any) -> Token:
 
 def _is(node: Any, identity: NodeId) -> bool:
     number, mark = identity
-    return node._sequence_nr() == number and token(node) is mark
+    return number_of(node) == number and token(node) is mark
 
 
 def _place(node: Any, chain: tuple[NodeId, ...]) -> int | None:
@@ -163,7 +166,7 @@ def _place(node: Any, chain: tuple[NodeId, ...]) -> int | None:
 def _chain(top: Any, bottom: Any) -> tuple[NodeId, ...]:
     chain: list[NodeId] = []
     for _ in range(16):
-        chain.append((top._sequence_nr(), token(top)))
+        chain.append((number_of(top), token(top)))
         if top == bottom:
             return tuple(chain)
         below = top.next_functions

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from unsum.errors import OptionError, SiteError
 from unsum.nested import children, find, put
+from unsum.seams.checkpoints import saved_hooks
+from unsum.seams.tensors import version_of
 
 Keep = Literal["reference", "clone", "graph"]
 Reduce = Callable[[Tensor], Any] | Literal["norm", "mean", "finite"]
@@ -45,7 +47,7 @@ class Kept(NamedTuple):
     finish: Callable[[Any], Any] | None = None
 
     def read(self, name: str) -> Any:
-        if self.version is not None and self.value._version != self.version:
+        if self.version is not None and version_of(self.value) != self.version:
             raise SiteError(
                 f"{name}: the tensor was changed in place after it was captured.\n"
                 '  keep="clone" takes a copy when it is captured'
@@ -126,7 +128,7 @@ class Keeping:
 
     def value(self, tensor: Tensor) -> Kept:
         if self._plain and not tensor.is_inference():
-            return Kept(tensor.detach(), tensor._version)
+            return Kept(tensor.detach(), version_of(tensor))
         return self._keep(tensor)
 
     def gradient(self, grad: Tensor, *, is_parameter: bool) -> Kept:
@@ -134,7 +136,7 @@ class Keeping:
             grad = unscaled(grad, self.scaler)
         if self._plain and not grad.requires_grad:
             # Torch may make this very tensor a leaf's .grad, to be added to in place; it copies if somebody holds it.
-            return Kept(grad, None if is_parameter else grad._version)
+            return Kept(grad, None if is_parameter else version_of(grad))
         return self._keep(grad, copy=True) if is_parameter and self.keep != "graph" else self.value(grad)
 
     def _keep(self, tensor: Tensor, *, copy: bool = False) -> Kept:
@@ -158,15 +160,15 @@ class Keeping:
                 result = result.clone()
             result, arrives = self._moved(result)
         shared = _shares_memory(result, tensor) and not result.is_inference()
-        return Kept(result, result._version if shared else None, arrives, finish)
+        return Kept(result, version_of(result) if shared else None, arrives, finish)
 
     def _reduced(self, tensor: Tensor) -> Any:
         if not callable(self.reduce):
             assert self.reduce is not None
             return _REDUCTIONS[self.reduce](tensor)
-        before = None if tensor.is_inference() else tensor._version
+        before = None if tensor.is_inference() else version_of(tensor)
         result = self.reduce(tensor)
-        if before is not None and tensor._version != before:
+        if before is not None and version_of(tensor) != before:
             raise OptionError("reduce= changed the tensor in place, and so what the model computes; let it copy first")
         return result
 
@@ -223,6 +225,6 @@ def _shares_memory(one: Tensor, other: Tensor) -> bool:
 
 def _unseen_by_checkpoints() -> AbstractContextManager[Any]:
     """Inside a checkpoint, what is computed for us alone must not count among what it will compute again."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+    if saved_hooks(True) is None:
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from unsum import hooks
+from unsum import seams
 from unsum.errors import SiteError
 from unsum.flow import Flow
 
@@ -26,9 +26,9 @@ def mark(tensor: Tensor, name: str) -> Tensor:
         raise SiteError(f"mark names a tensor, got {type(tensor).__name__}")
     if not isinstance(name, str) or not name or ":" in name:
         raise SiteError(f"a mark's name is a text without a colon, got {name!r}")
-    if hooks.none_open():
+    if seams.none_open():
         return tensor
-    for block in tuple(hooks.here()):
+    for block in tuple(seams.here()):
         if isinstance(block, Flow) and (place := block.mark(name)) is not None:
             tensor = block.mark_value(place, tensor)
     return tensor

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from unsum import hooks, inplace
+from unsum import inplace, seams
 from unsum.errors import SiteError
 from unsum.picking import Spot
+from unsum.seams.nodes import next_number, number_of
+from unsum.seams.tensors import base_of
 
 Arrived = Callable[[Spot, Tensor], Tensor | None]
 _Key = tuple[str, int, int] | int  # a node's name and number with one of its outputs, or the id of a leaf
@@ -28,12 +29,12 @@ _Edge = tuple[int, "Share", bool]  # which of a node's gradients, whose, and whe
 
 def _key(tensor: Tensor) -> _Key:
     node = tensor.grad_fn
-    return id(tensor) if node is None else (node.name(), node._sequence_nr(), tensor.output_nr)
+    return id(tensor) if node is None else (node.name(), number_of(node), tensor.output_nr)
 
 
 def _is_view_of(tensor: Tensor, other: Tensor) -> bool:
-    base = tensor._base
-    return base is not None and (base is other or base is other._base)
+    base = base_of(tensor)
+    return base is not None and (base is other or base is base_of(other))
 
 
 class Share:
@@ -43,11 +44,11 @@ class Share:
         self.spot = spot
         self.returned = False  # the module returned the input itself: part of the share comes through its output
         self.start, self.end = start, start  # the numbers of the nodes made during the call
-        base = tensor._base
+        base = base_of(tensor)
         self.anchor = None if base is None else inplace.anchor(tensor, base)
         self.base_key = None if base is None or self.anchor is None or not self.anchor.chain else _key(base)
         self._changes = inplace.Changes(tensor)
-        self._alive: hooks.Handle | None = None
+        self._alive: seams.Handle | None = None
         # The output is a view of the input: if that memory is changed later on, the view's nodes leave the graph.
         self.exposed: inplace.Changes | None = None
         self.leaf = weakref.ref(tensor) if tensor.grad_fn is None else None
@@ -64,7 +65,7 @@ class Share:
 
     def is_dead(self) -> bool:
         """Whether the graph of the call is gone."""
-        return self._alive is not None and hooks.is_dead(self._alive)
+        return self._alive is not None and seams.is_dead(self._alive)
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether this is the input itself, as a module may return it."""
@@ -72,10 +73,10 @@ class Share:
             return False
         return tensor.grad_fn is None or inplace.token(tensor.grad_fn) is self._token
 
-    def close(self, tensor: Tensor, outputs: Iterable[Tensor], alive: hooks.Handle | None) -> None:
+    def close(self, tensor: Tensor, outputs: Iterable[Tensor], alive: seams.Handle | None) -> None:
         """The call with this input has ended: what is made from now on is not part of it. `alive` is on an output."""
         self._alive = alive
-        self.end = torch._C._autograd._get_sequence_nr()
+        self.end = next_number()
         if not self._changes and any(_is_view_of(output, tensor) for output in outputs if not self.is_of(output)):
             self.exposed = inplace.Changes(tensor)
 
@@ -85,7 +86,7 @@ class Collection:
 
     def __init__(self, arrived: Arrived) -> None:
         self._arrived = arrived
-        self._handles: list[hooks.Handle] = []
+        self._handles: list[seams.Handle] = []
         self._open: dict[Share, int] = {}  # how many parts are still to come
         self._sums: dict[Share, Tensor] = {}
 
@@ -102,7 +103,7 @@ class Collection:
         for node in inplace.walk(roots):
             edges = list(_edges(node, wanted, second_order))
             if edges:
-                self._handles.append(hooks.after_node(node, partial(self._come, edges)))
+                self._handles.append(seams.after_node(node, partial(self._come, edges)))
                 for _, share, _ in edges:
                     self._open[share] = self._open.get(share, 0) + 1
 
@@ -135,12 +136,12 @@ class Collection:
 
 
 def _edges(node: Any, wanted: dict[_Key, list[Share]], second_order: Sequence[range]) -> Iterable[_Edge]:
-    number = node._sequence_nr()
+    number = number_of(node)
     for slot, (below, output) in enumerate(node.next_functions):
         if below is None:
             continue
         name = below.name()
-        key: _Key = id(below.variable) if name.endswith("AccumulateGrad") else (name, below._sequence_nr(), output)
+        key: _Key = id(below.variable) if name.endswith("AccumulateGrad") else (name, number_of(below), output)
         for share in wanted.get(key, ()):
             from_base = key != share.key
             if not share.carried_by(key, below):

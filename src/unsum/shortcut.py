@@ -15,10 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from unsum import hooks
+from unsum import seams
 from unsum.acted import Acted
 from unsum.picking import Spot
-from unsum.recompute import Calls, may_be_in_region
+from unsum.seams.checkpoints import Calls, may_be_in_region
+from unsum.seams.nodes import next_number, number_of
+from unsum.seams.tensors import version_of
 from unsum.sites import Place, Site
 from unsum.types import Kind
 from unsum.watch import Watch
@@ -31,13 +33,13 @@ Begun = tuple[int, int, BaseException | None, int, Any]
 
 _SERVED = {"input", "output", "grad_output"}  # a module's share of its input's gradient is found by other means
 _tuple: Any = tuple.__new__  # a named tuple by way of its own class takes twice as long
-_grad_enabled, _next_node = torch.is_grad_enabled, torch._C._autograd._get_sequence_nr
+_grad_enabled = torch.is_grad_enabled
 
 
 class Long(Protocol):
     """The long way."""
 
-    blocks: list[hooks.Block] | None
+    blocks: list[seams.Block] | None
     calls: Calls
     acted: Acted
     backwards: int
@@ -56,16 +58,16 @@ def serves(site: Site) -> bool:
 
 def follow(
     flow: Long, place: Place, kinds: Mapping[Kind, tuple[int, ...]], running: list[Any], seen: list[Any]
-) -> hooks.Handle:
+) -> seams.Handle:
     """Follow the calls of a module; what was seen is put down in `seen`."""
     assert isinstance(place.thing, nn.Module)
     lane = _Lane(flow, place, kinds, running, seen)
     leaving = _Leaving(lane)
-    leaving.key = hooks.on_plain_call(place.thing, lane, leaving)
+    leaving.key = seams.on_plain_call(place.thing, lane, leaving)
     return leaving
 
 
-class _Lane(hooks.Hook):
+class _Lane(seams.Hook):
     """One module that is followed; called before each of its calls."""
 
     __slots__ = ("arrived", "flow", "grad_output", "input", "notes", "output", "place", "running", "seen")
@@ -82,11 +84,11 @@ class _Lane(hooks.Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         flow, place = self.flow, self.place
         if (
-            hooks.is_traced()  # first: torch may be reading these lines
+            seams.is_traced()  # first: torch may be reading these lines
             or kwargs
             or len(args) != 1
             or type(tensor := args[0]) is not Tensor
-            or not hooks.are_here(flow.blocks)
+            or not seams.are_here(flow.blocks)
             or may_be_in_region()
             or tensor.is_nested
             or ((node := tensor.grad_fn) is None and tensor.is_inference())
@@ -94,18 +96,18 @@ class _Lane(hooks.Hook):
             return flow.enter(place, args, kwargs)
         counts = flow.calls.counts
         number = counts[place] = counts.get(place, -1) + 1
-        self.running.append((number, _next_node(), sys.exc_info()[1], id(tensor), node))
+        self.running.append((number, next_number(), sys.exc_info()[1], id(tensor), node))
         if self.input:
             spot, shape = _tuple(Spot, (place, "input", number, (0,), (), self.input)), tensor.shape
-            self.seen.append((spot, tensor.detach(), tensor._version, None, shape))
+            self.seen.append((spot, tensor.detach(), version_of(tensor), None, shape))
             if node is None:
                 flow.acted.at(tensor, spot)
             else:
-                self.notes.append((spot, node._sequence_nr(), type(node), tensor.output_nr, shape))
+                self.notes.append((spot, number_of(node), type(node), tensor.output_nr, shape))
         return None
 
 
-class _Leaving(hooks.Hook):
+class _Leaving(seams.Hook):
     """Called after each call of the module."""
 
     __slots__ = ("_lane", "key")
@@ -118,26 +120,26 @@ class _Leaving(hooks.Hook):
         """No longer follow the module."""
         module = self._lane.place.thing
         assert isinstance(module, nn.Module)
-        hooks.off_plain_call(module, self.key)
+        seams.off_plain_call(module, self.key)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         lane = self._lane
         flow, place, running = lane.flow, lane.place, lane.running
         if not running or type(running[-1]) is not tuple:
             return flow.leave(place, output)
-        if not hooks.are_here(flow.blocks):
+        if not seams.are_here(flow.blocks):
             return None
         begun: Begun = running.pop()
         if type(output) is not Tensor or not _grad_enabled() or output.is_nested:
             return flow.resume(place, begun, output)
         number, start, _, given, given_node = begun
         node: Any = output.grad_fn
-        if node is None or (made := node._sequence_nr()) < start or (id(output) == given and node == given_node):
+        if node is None or (made := number_of(node)) < start or (id(output) == given and node == given_node):
             return flow.resume(place, begun, output)  # there is nothing to wait for, or the module has not made it
         shape, output_nr, notes = output.shape, output.output_nr, lane.notes
         if lane.output:
             spot = _tuple(Spot, (place, "output", number, (), (), lane.output))
-            lane.seen.append((spot, output.detach(), output._version, None, shape))
+            lane.seen.append((spot, output.detach(), version_of(output), None, shape))
             notes.append((spot, made, type(node), output_nr, shape))
         if len(notes) > flow.acted.room:
             flow.acted.sort()
@@ -165,9 +167,9 @@ class _Waiting(Watch):
             or self._arrived is None
             or grad.requires_grad
             or grad.is_nested
-            or hooks.is_batched(grad)
+            or seams.is_batched(grad)
         ):
             return super().__call__(grad)
         lane = self.lane
-        lane.seen.append((self.spot, grad, grad._version, lane.flow.backwards, grad.shape))
+        lane.seen.append((self.spot, grad, version_of(grad), lane.flow.backwards, grad.shape))
         return None

@@ -7,14 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from unsum import hooks, inplace
+from unsum import inplace, seams
 from unsum.errors import SiteError
 from unsum.picking import Spot
+from unsum.seams.tensors import base_of
 
 Arrived = Callable[[Spot, Tensor], Tensor | None]
 
 
-class Watch(hooks.Hook):
+class Watch(seams.Hook):
     """The hook on one tensor that waits for its gradient, and hands it on with its spot.
 
     Holds no part of the graph: a hook that reached its own graph would never be collected.
@@ -26,11 +27,11 @@ class Watch(hooks.Hook):
         self.spot = spot
         self._moved = False
         self._arrived: Arrived | None = arrived
-        base = tensor._base
+        base = base_of(tensor)
         self.anchor = None if base is None else inplace.anchor(tensor, base)
         self._of_leaf = base is not None and base.grad_fn is None
         self._refusal: str | None = None
-        self._handle = hooks.on_gradient(tensor, self)
+        self._handle = seams.on_gradient(tensor, self)
 
     def __call__(self, grad: Tensor) -> Tensor | None:
         """At the tensor itself."""
@@ -69,11 +70,11 @@ class Watch(hooks.Hook):
             ) from None
         if node is not None:
             self._handle.remove()
-            self._handle, self._moved = hooks.on_node(node, self._at_base), True
+            self._handle, self._moved = seams.on_node(node, self._at_base), True
 
     def is_dead(self) -> bool:
         """Whether the graph is gone without a backward."""
-        return hooks.is_dead(self._handle)
+        return seams.is_dead(self._handle)
 
     def let_go(self, refusal: str | None = None) -> None:
         """Stop. With a refusal the hook stays in the graph, to raise if that is walked after all."""

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from unsum import hooks
+from unsum import seams
 from unsum.compiled.pattern import Untappable
 from unsum.compiled.trace import backend, hold
+from unsum.seams.compiling import allow_in_graph, backend_of, compiler_of, dynamic_of
 
 _numbers = itertools.count()
 _local = threading.local()
@@ -28,23 +29,16 @@ def compiled_with_taps(module: nn.Module) -> Callable[..., Any]:
         held = hold(*given)
         return model(*args, **kwargs), held
 
-    torch._dynamo.allow_in_graph(hold)
-    context = _context(module)
-    return _compile(run, backend(_backend(context)), context)
+    allow_in_graph(hold)
+    context = _context_of(module)
+    return _compile(run, backend(backend_of(context)), context)
 
 
 def reuses_memory(module: nn.Module) -> bool:
     """Whether what the compiled model returns is overwritten by its next run (CUDA graphs)."""
-    own: dict[str, Any] = getattr(_backend(_context(module)), "config", None) or {}
+    own: dict[str, Any] = getattr(backend_of(_context_of(module)), "config", None) or {}
     inductor: Any = sys.modules.get("torch._inductor.config")
     return bool(own.get("triton.cudagraphs") or (inductor is not None and inductor.triton.cudagraphs))
-
-
-def _backend(context: Any) -> Any:
-    inner = context.callback
-    while hasattr(inner, "_torchdynamo_orig_backend"):
-        inner = inner._torchdynamo_orig_backend
-    return inner
 
 
 def taken_down(module: nn.Module) -> Callable[..., Any]:
@@ -53,17 +47,17 @@ def taken_down(module: nn.Module) -> Callable[..., Any]:
     def run(model: nn.Module, args: Any, kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    return _compile(run, _as_it_is, _context(module))
+    return _compile(run, _as_it_is, _context_of(module))
 
 
 def _as_it_is(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
     def run(*given: Any) -> Any:
         watcher: TorchFunctionMode = _local.watcher
-        hooks.watch(watcher)
+        seams.watch(watcher)
         try:
             return graph.forward(*given)
         finally:
-            hooks.unwatch(watcher)
+            seams.unwatch(watcher)
 
     return run
 
@@ -80,23 +74,11 @@ def rehearsing(watcher: TorchFunctionMode) -> Iterator[None]:
 
 def _compile(run: Callable[..., Any], by: Callable[..., Any], context: Any) -> Callable[..., Any]:
     run.__code__ = run.__code__.replace(co_name=f"unsum_{next(_numbers)}")  # torch limits compilations by code
-    return torch.compile(run, backend=by, fullgraph=True, dynamic=context._dynamic)
+    return torch.compile(run, backend=by, fullgraph=True, dynamic=dynamic_of(context))
 
 
-def _context(module: nn.Module) -> Any:
-    """Torch's own object with which the user has compiled: backend and options."""
-    found = module.__dict__.get("dynamo_ctx")
-    compiled: Any = module._compiled_call_impl
-    if found is None and compiled is not None:
-        cells = [cell.cell_contents for cell in compiled.__closure__ or () if _is_full(cell)]
-        found = next((each for each in cells if hasattr(each, "callback") and hasattr(each, "_dynamic")), None)
+def _context_of(module: nn.Module) -> Any:
+    found = compiler_of(module)
     if found is None:
         raise Untappable("the options with which it was compiled are not known")
     return found
-
-
-def _is_full(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False

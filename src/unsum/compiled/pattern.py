@@ -17,6 +17,7 @@ from unsum.kernels.traced import hint
 from unsum.plan.plan import Meeting, Plan, Route
 from unsum.plan.signature import plain
 from unsum.rules.registry import Rule
+from unsum.seams.nodes import number_of, outputs_of, saved_or
 
 
 class Untappable(Exception):
@@ -107,8 +108,8 @@ def _is_nothing(node: Node) -> bool:
         return True
     if name != "SliceBackward0" and _SAME.get(name) != "a view":
         return False
-    sizes = getattr(node, "_saved_self_sym_sizes", None)
-    return sizes is not None and _numbers(tuple(sizes)) == _numbers(tuple(node._input_metadata[0].shape))
+    sizes = saved_or(node, "self_sym_sizes", None)
+    return sizes is not None and _numbers(tuple(sizes)) == _numbers(tuple(outputs_of(node)[0].shape))
 
 
 Leaf = Callable[[Node], str | None]  # the parameter at a leaf, "" for any other leaf, None for a node that is none
@@ -118,7 +119,7 @@ def made(outputs: Sequence[Tensor], leaf: Leaf) -> list[Node]:
     """The nodes that lead from a call's outputs to leaves, in the order in which they were made."""
     found = ordered([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
     counted = (node for node in found if leaf(node) is None and not _is_nothing(node))
-    return sorted(counted, key=lambda node: node._sequence_nr())
+    return sorted(counted, key=lambda node: number_of(node))
 
 
 def described(nodes: Sequence[Node], leaf: Leaf) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
@@ -132,7 +133,7 @@ def described(nodes: Sequence[Node], leaf: Leaf) -> tuple[tuple[Hashable, ...], 
             for child, output in node.next_functions
             if kind is None or child is not None
         )
-        shapes = tuple(_numbers(tuple(meta.shape)) for meta in node._input_metadata)
+        shapes = tuple(_numbers(tuple(meta.shape)) for meta in outputs_of(node))
         if kind is None:
             whole.append((_numbers(plain(node)), shapes, edges))
         else:

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from unsum import hooks
+from unsum import seams
 from unsum.compiled.compile import compiled_with_taps, rehearsing, reuses_memory, taken_down
 from unsum.compiled.pattern import NotLasting, Pattern, Unknown, Untappable, leaf_of, made, pattern
 from unsum.compiled.trace import Trace, tracing
@@ -28,6 +27,7 @@ from unsum.plan.forward import Forward, Look
 from unsum.plan.memory import watch_again
 from unsum.plan.plan import Meeting, Plan
 from unsum.reducers.tap import Tap
+from unsum.seams.compiling import flattened
 from unsum.sites import unwrapped
 
 log = logging.getLogger("unsum")
@@ -109,7 +109,7 @@ class Tapped:
     node: Node = None
     which: list[int] = field(default_factory=list)  # where the taps are among the node's inputs
     values: list[Tensor | None] | None = None
-    handle: hooks.Handle | None = None
+    handle: seams.Handle | None = None
     is_begun: bool = False  # whether it had a backward
 
 
@@ -140,22 +140,22 @@ class Tapping:
     # ---- forward --------------------------------------------------------------------------------------------------
 
     def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run a compiled module with taps; `hooks.NOTHING` if it is to run eagerly."""
+        """Run a compiled module with taps; `seams.NOTHING` if it is to run eagerly."""
         inner = unwrapped(module)
         name = self._names.get(id(inner))
         if name is None or not torch.is_grad_enabled() or self._has_no_forms():
-            return hooks.NOTHING
+            return seams.NOTHING
         self._module = module
         look = self._forward.look(name, args, kwargs)
         if look.n is None:
-            return hooks.NOTHING
+            return seams.NOTHING
         key = _Key((name, look.rest, _others(args, kwargs)), look.sizes)
         memory = _memories.setdefault(self._model, _Memory())
         self._candidate, self._is_rehearsal = None, False
         assert self._forms is not None
         wanted = (key.rest, tuple(form.key for form in self._forms))
         if key.rest in memory.refused or wanted in memory.refused:
-            return hooks.NOTHING
+            return seams.NOTHING
         try:
             if (known := memory.known(key)) is not None:
                 try:
@@ -173,7 +173,7 @@ class Tapping:
             watch_again(self._model)
             memory.refused[wanted] = (str(_cause(error) or error) or type(error).__name__).splitlines()[0]
             log.warning("unsum: the compiled model runs eagerly in this block: %s", memory.refused[wanted])
-        return hooks.NOTHING
+        return seams.NOTHING
 
     def _rehearse(
         self, memory: _Memory, key: _Key, name: str, module: nn.Module, inner: nn.Module, args: Any, kwargs: Any
@@ -184,7 +184,7 @@ class Tapping:
         self._forward.unwatch()
         output = None
         try:
-            with hooks.aside(), rehearsing(self._forward.watched_by()):
+            with seams.aside(), rehearsing(self._forward.watched_by()):
                 output = memory.rehearsed[key.rest](inner, args, kwargs)
         finally:
             self._forward.after(output)
@@ -244,7 +244,7 @@ class Tapping:
         for given_in in {parameter.dtype for parameter in self._wanted.values()}:
             fused.make_ready(first.device, given_in)
         try:
-            with hooks.aside(), tracing(trace):
+            with seams.aside(), tracing(trace):
                 output, held = record.run(inner, [*taps, *given], args, kwargs)
         except Exception as error:
             if trace.is_unknown:
@@ -292,7 +292,7 @@ class Tapping:
 
     # ---- backward -------------------------------------------------------------------------------------------------
 
-    def begin(self, call: hooks.Backward, nodes: Sequence[Node]) -> Tapped | None:
+    def begin(self, call: seams.Backward, nodes: Sequence[Node]) -> Tapped | None:
         """The tapped call that a backward goes through; None if there is none."""
         leaves = {node: self._calls[id(node.variable)] for node in nodes
                   if self._calls and is_leaf(node) and id(node.variable) in self._calls}  # fmt: skip
@@ -317,10 +317,10 @@ class Tapping:
             watch_again(self._model)
             raise
         tapped.values, tapped.is_begun = None, True
-        tapped.handle = hooks.after_node(tapped.node, lambda results, grads: self._came(tapped, results))
+        tapped.handle = seams.after_node(tapped.node, lambda results, grads: self._came(tapped, results))
         return tapped
 
-    def _refuse_others(self, call: hooks.Backward, tapped: Tapped) -> None:
+    def _refuse_others(self, call: seams.Backward, tapped: Tapped) -> None:
         """What reaches parameters beside the compiled call is not in the taps."""
         outside = ordered(
             [node for root in call.roots if (node := place(root)[0]) is not None], stop=lambda n: n is tapped.node
@@ -402,8 +402,8 @@ def _tap(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Te
 
 def _others(args: Any, kwargs: Any) -> Hashable:
     """The arguments that are no tensors, and how all of them are nested."""
-    values, spec = pytree.tree_flatten((args, kwargs))
-    return str(spec), tuple(repr(value) for value in values if not isinstance(value, Tensor))
+    values, spec = flattened((args, kwargs))
+    return spec, tuple(repr(value) for value in values if not isinstance(value, Tensor))
 
 
 def _cause(error: BaseException | None) -> Untappable | None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unsum import hooks
+from unsum import seams
 from unsum.compiled.aside import Aside
 from unsum.compiled.pattern import Leaf, Pattern, Unknown, Untappable, Way, described, made
 from unsum.factors.dense import Dense
@@ -113,7 +113,7 @@ class _Session:
         pattern = self._recognised(nodes, leaf)
         n = self._begin(pattern)
         for place, ways in pattern.ways.items():
-            hooks.on_node(nodes[place], partial(self._meet, nodes[place], ways, n, leaf))
+            seams.on_node(nodes[place], partial(self._meet, nodes[place], ways, n, leaf))
 
     def _leaves(self, parameters: Sequence[Any]) -> dict[Node, str]:
         """Where the parameters are in the graph; what they get instead of torch's own gradient, where there is any."""
@@ -123,7 +123,7 @@ class _Session:
             if not isinstance(value, Tensor) or not value.requires_grad:
                 continue
             leaves[torch.autograd.graph.get_gradient_edge(value).node] = names.get(id(known), "")
-            hooks.on_gradient(value, partial(self._instead, id(known)))
+            seams.on_gradient(value, partial(self._instead, id(known)))
         return leaves
 
     def _instead(self, key: int, grad: Tensor) -> Tensor | None:

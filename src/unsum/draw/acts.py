@@ -7,16 +7,17 @@ from typing import Any
 
 from torch import Tensor
 
-from unsum import hooks
+from unsum import seams
 from unsum.acted import Acted
 from unsum.errors import OptionError
 from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered
+from unsum.seams.nodes import number_of, outputs_of
 
 
 def acted_by(blocks: Iterable[Any]) -> list[Acted]:
     """The records of the blocks given, and of those that are open."""
     given = list(blocks) if isinstance(blocks, list | tuple | set | frozenset) else [blocks]
-    found = [block.acted for block in hooks.here() if hasattr(block, "acted")]
+    found = [block.acted for block in seams.here() if hasattr(block, "acted")]
     for block in given:
         acted = getattr(block, "acted", None)
         if not isinstance(acted, Acted):
@@ -39,12 +40,12 @@ def sites_of(
     by_name = {name: key for key, all_names in names.items() for name in all_names}
     numbered: dict[tuple[int, type], list[Node]] = {}
     for node in nodes:
-        numbered.setdefault((node._sequence_nr(), type(node)), []).append(node)
+        numbered.setdefault((number_of(node), type(node)), []).append(node)
     for block in acted:
         for site, keys in block.sites.items():
             for number, kind, output, shape in dict.fromkeys(keys):
                 for node in numbered.get((number, kind), ()):
-                    if output < len(node._input_metadata) and tuple(node._input_metadata[output].shape) == shape:
+                    if output < len(outputs_of(node)) and tuple(outputs_of(node)[output].shape) == shape:
                         found.setdefault((node, output), []).append((block.how, site))
         for site, refs in block.loose.items():
             for tensor in [tensor for ref in refs if (tensor := ref()) is not None]:

@@ -19,6 +19,7 @@ from torch.autograd.function import BackwardCFunction
 
 from unsum.draw.places import Place, is_hooked, open_places, operation_name
 from unsum.graph.nodes import Node, below, is_leaf
+from unsum.seams.nodes import SAVED, packed
 from unsum.svg import by
 
 
@@ -48,13 +49,8 @@ FROZEN = "frozen, and not found in the graph: nothing before it needs a gradient
 
 def raw_saved(node: Node) -> Iterator[Any]:
     """What a node has saved, not unpacked: to unpack may compute a checkpoint again, or use up its one reading."""
-    for name in dir(node):
-        if name.startswith("_raw_saved_"):
-            try:
-                value = getattr(node, name)
-            except RuntimeError:  # of a custom function, freed
-                continue
-            yield from value if isinstance(value, tuple | list) else (value,)
+    for _, value in packed(node):
+        yield from value if isinstance(value, tuple | list) else () if value is None else (value,)
 
 
 def find(nodes: Sequence[Node], named: Sequence[Named]) -> tuple[list[Entry], list[str]]:
@@ -79,14 +75,13 @@ def find(nodes: Sequence[Node], named: Sequence[Named]) -> tuple[list[Entry], li
 def _data_saved(node: Node) -> Iterator[Tensor]:
     """What a node has saved of what is not in the graph: its own results, and arguments with an edge, say that they
     require a gradient."""
-    for name in dir(node):
-        if not name.startswith("_raw_saved_") or name.startswith("_raw_saved_result"):
+    for name, raw in packed(node):
+        if name.startswith(f"{SAVED}result"):
             continue
+        if any(is_hooked(saved) for saved in (raw if isinstance(raw, tuple | list) else (raw,))):
+            continue  # to unpack would call the hooks
         try:
-            raw = getattr(node, name)
-            if any(is_hooked(saved) for saved in (raw if isinstance(raw, tuple | list) else (raw,))):
-                continue  # to unpack would call the hooks
-            found = getattr(node, "saved_tensors" if isinstance(node, BackwardCFunction) else name[4:])
+            found = getattr(node, "saved_tensors" if isinstance(node, BackwardCFunction) else name)
         except RuntimeError:  # freed, or changed in place since
             continue
         for tensor in found if isinstance(found, tuple | list) else (found,):

@@ -18,6 +18,8 @@ from unsum.draw.places import is_hooked
 from unsum.errors import OptionError, UnsupportedError
 from unsum.graph.nodes import Edge, Node, is_leaf, place
 from unsum.graph.replay import replay
+from unsum.seams.modes import without_functions
+from unsum.seams.nodes import outputs_of, packed
 
 Slot = tuple[Node, int]  # a node, and along which of its edges
 
@@ -56,12 +58,11 @@ def obstacle(nodes: Sequence[Node]) -> str:
 
 
 def _is_freed(node: Node) -> bool:
-    for name in dir(node):
-        if name.startswith("_raw_saved_"):
-            try:
-                getattr(node, name.removeprefix("_raw") if not isinstance(node, BackwardCFunction) else "saved_tensors")
-            except RuntimeError:  # freed, or changed in place since
-                return True
+    for name, _ in packed(node):
+        try:
+            getattr(node, name if not isinstance(node, BackwardCFunction) else "saved_tensors")
+        except RuntimeError:  # freed, or changed in place since
+            return True
     return False
 
 
@@ -77,7 +78,7 @@ def flows_of(
         raise OptionError(f"flow=True: {why[0].lower()}{why[1:]}")
     if why:
         return Flowing(silence=why)
-    with torch.random.fork_rng(), torch._C.DisableTorchFunction():
+    with torch.random.fork_rng(), without_functions():
         return _Walk(changed).run(loss, nodes)
 
 
@@ -104,7 +105,7 @@ class _Walk:
         if is_leaf(node):
             self._arrived[id(node.variable)] = _added(self._arrived.get(id(node.variable)), value)
             return
-        outputs = self._front.setdefault(node, [None] * len(node._input_metadata))
+        outputs = self._front.setdefault(node, [None] * len(outputs_of(node)))
         outputs[output] = _added(outputs[output], value)
 
     def _through(self, node: Node, grads: Sequence[Tensor | str | None]) -> None:

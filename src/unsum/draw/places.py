@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from unsum.graph.nodes import Node, below, is_leaf
+from unsum.seams.nodes import SAVED, outputs_of, packed, saved_of, saved_or
 
 Place = tuple[Node, int]  # a node, and which of its arguments
 
@@ -39,7 +40,7 @@ def is_hooked(saved: Any) -> bool:
 def open_places(node: Node) -> Iterator[tuple[int, Callable[[Tensor], bool]]]:
     """The arguments of a node that have no edge, and what shapes would fit there. -1: no argument with an edge."""
     name = node.name()
-    shape = tuple(node._input_metadata[0].shape)
+    shape = tuple(outputs_of(node)[0].shape)
     children = [_shape(child, output) for _, child, output in below(node)]
     if name == "EmbeddingBackward0":
         if not _is_kept(node, "indices"):
@@ -58,19 +59,19 @@ def open_places(node: Node) -> Iterator[tuple[int, Callable[[Tensor], bool]]]:
 
 def _is_kept(node: Node, argument: str) -> bool:
     """Whether what is at this place was kept: then it has been looked at, and is nothing that has a name."""
-    kept = getattr(node, f"_raw_saved_{argument}", None)
+    kept = dict(packed(node)).get(SAVED + argument)
     return kept is not None and not is_hooked(kept) and getattr(kept, "data", None) is not None
 
 
 def _shape(child: Node, output: int) -> tuple[int, ...]:
-    return tuple(child.variable.shape if is_leaf(child) else child._input_metadata[output].shape)
+    return tuple(child.variable.shape if is_leaf(child) else outputs_of(child)[output].shape)
 
 
 _SIZES = {
-    ("MmBackward0", 0): "_saved_self_sym_sizes",
-    ("MmBackward0", 1): "_saved_mat2_sym_sizes",
-    ("AddmmBackward0", 1): "_saved_mat1_sym_sizes",
-    ("AddmmBackward0", 2): "_saved_mat2_sym_sizes",
+    ("MmBackward0", 0): "self_sym_sizes",
+    ("MmBackward0", 1): "mat2_sym_sizes",
+    ("AddmmBackward0", 1): "mat1_sym_sizes",
+    ("AddmmBackward0", 2): "mat2_sym_sizes",
 }
 # The arguments with a gradient, in their order; which of them a node keeps, it says itself.
 _KEPT = {
@@ -96,10 +97,10 @@ def _fits(
     node: Node, name: str, slot: int, shape: tuple[int, ...], children: list[tuple[int, ...]]
 ) -> Callable[[Tensor], bool]:
     if (name, slot) in _SIZES:
-        sizes = tuple(getattr(node, _SIZES[name, slot], ()))
+        sizes = tuple(saved_or(node, _SIZES[name, slot], ()))
         return lambda t: t.numel() == prod(sizes) and t.dim() > 0 and t.shape[-1] in sizes[-1 if slot < 2 else 0 :]
     if name == "ConvolutionBackward0" and slot == 0 and children:
-        groups = int(node._saved_groups)
+        groups = int(saved_of(node, "groups"))
         channels = children[0][1] * groups
         return lambda t: t.dim() == len(shape) and t.shape[0] == shape[0] and t.shape[1] == channels
     if name.startswith(_ALIKE):

@@ -15,6 +15,7 @@ from unsum.draw.entering import FROZEN, Named, find
 from unsum.draw.flowing import differs, flows_of
 from unsum.draw.scene import Facts, Role, Scene, build
 from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered, place
+from unsum.seams.tensors import hooks_on
 from unsum.sites import Names
 
 _DIFFERS = (
@@ -118,7 +119,7 @@ def _hooked(nodes: Sequence[Node]) -> set[Edge]:
 
 def _has_hooks(tensor: Tensor) -> bool:
     try:
-        hooks = (tensor._backward_hooks or {}).values()
+        hooks = hooks_on(tensor)
     except (RuntimeError, ReferenceError, NotImplementedError):
         return False
     return any(not type(hook).__module__.startswith("unsum.") for hook in hooks)

@@ -12,6 +12,8 @@ from unsum.draw.entering import Entry
 from unsum.draw.flowing import FREED, Flowing, Slot, size_of
 from unsum.draw.places import operation_name
 from unsum.graph.nodes import Edge, Node, below, is_leaf
+from unsum.seams.nodes import number_of, outputs_of
+from unsum.seams.tensors import has_late_hooks
 from unsum.svg import by
 
 Role = Literal["data", "parameter", "intermediate"]
@@ -124,11 +126,11 @@ def build(nodes: Sequence[Node], facts: Facts) -> Scene:
         if is_leaf(node):
             boxes[f"t{k}.0"] = _leaf(f"t{k}.0", node.variable, facts)
             continue
-        made = [output for output in range(len(node._input_metadata)) if (node, output) in used]
+        made = [output for output in range(len(outputs_of(node))) if (node, output) in used]
         for output in made:
             boxes[f"t{k}.{output}"] = _made(f"t{k}.{output}", node, output, facts, cut)
         operations[f"o{k}"] = Operation(
-            f"o{k}", operation_name(node), node.name(), node._sequence_nr(), tuple(f"t{k}.{o}" for o in made),
+            f"o{k}", operation_name(node), node.name(), number_of(node), tuple(f"t{k}.{o}" for o in made),
             tuple(facts.meetings.get(node, ())), node in facts.meetings,
             any(child is None for child, _ in node.next_functions),
         )  # fmt: skip
@@ -162,7 +164,7 @@ def _stored(leaf: Tensor, norms: tuple[float, ...], facts: Facts) -> str:
     if facts.flowing.silence == FREED:
         return "its gradient goes to .grad, which is empty: it was cleared, or none was given"
     doubts = ["unless the custom function that uses it gives none"] if id(leaf) in facts.custom else []
-    if getattr(leaf, "_post_accumulate_grad_hooks", None):
+    if has_late_hooks(leaf):
         doubts.append("unless a hook that runs right after clears it")
     return ", ".join(["its gradient is stored: .grad will hold it after backward", *doubts])
 
@@ -178,7 +180,7 @@ def _made(key: str, node: Node, output: int, facts: Facts, cut: set[Edge]) -> Bo
         why = "its gradient is stored: retain_grad() was called"
     is_loss = edge == facts.loss
     name = facts.named.get(edge, "loss" if is_loss else "")
-    shape = tuple(node._input_metadata[output].shape)
+    shape = tuple(outputs_of(node)[output].shape)
     return Box(
         key, "intermediate", name, shape, gradient, why, norms, tuple(facts.sites.get(edge, ())),
         edge in cut, is_loss,
@@ -229,13 +231,13 @@ def _returned(maker: Node, way: Sequence[Slot]) -> tuple[int, ...] | None:
     """A linear layer makes rows of its input, and a view puts its result back into shape."""
     if not way or is_leaf(maker) or maker.name() not in ("MmBackward0", "AddmmBackward0"):
         return None
-    rows, shape = (tuple(node._input_metadata[0].shape) for node in (maker, way[-1][0]))
+    rows, shape = (tuple(outputs_of(node)[0].shape) for node in (maker, way[-1][0]))
     is_back = way[-1][0].name() in ("ViewBackward0", "UnsafeViewBackward0") and len(shape) > 2
     return shape if is_back and shape[-1] == rows[-1] else None
 
 
 def _through(node: Node) -> str:
-    return f"{operation_name(node)} ({by(tuple(node._input_metadata[0].shape))})"
+    return f"{operation_name(node)} ({by(tuple(outputs_of(node)[0].shape))})"
 
 
 def _entering(

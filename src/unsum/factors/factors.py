@@ -22,6 +22,7 @@ from unsum.factors.total import Kind
 from unsum.factors.windows import Windows
 from unsum.kernels.constants import constant
 from unsum.kernels.product import rows, wide
+from unsum.seams.tensors import version_of
 
 SMALL = 1 << 14  # numbers of a parameter
 
@@ -37,7 +38,7 @@ class Share:
 
     def is_changed(self) -> bool:
         """Whether a tensor among the factors was changed in place since."""
-        return any(tensor._version != version for tensor, version in self.held)
+        return any(version_of(tensor) != version for tensor, version in self.held)
 
     def times(self, value: Tensor, power: int = 1) -> Tensor:
         """A result with the scale put in."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from unsum.graph.layout import Layout
 from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered, place
+from unsum.seams.nodes import outputs_of
 
 # Scalars joined by addition do not meet: the two sides have nothing to do with each other.
 JOINS = ("AddBackward0", "SubBackward0", "StackBackward0", "CatBackward0", "RsubBackward1")
@@ -60,7 +61,7 @@ def find_cut(roots: Sequence[Any], known: Mapping[Edge, Layout], is_data: Any) -
 
 def is_penalty(node: Node) -> bool:
     """Whether something may be joined here that belongs to nobody: scalars that are added up to the loss."""
-    return node.name() in JOINS and tuple(node._input_metadata[0].shape) == ()
+    return node.name() in JOINS and tuple(outputs_of(node)[0].shape) == ()
 
 
 def parameters_met_outside(cut: Cut, wanted: Mapping[int, str], is_weight: Any) -> list[tuple[Node, str]]:

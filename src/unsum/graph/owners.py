@@ -22,6 +22,7 @@ from unsum.graph.codes import Codes
 from unsum.graph.layout import Layout, Mapped
 from unsum.graph.nodes import Edge, Node, is_leaf
 from unsum.graph.replay import Grads, Heard, replay
+from unsum.seams.nodes import outputs_of
 
 IRREGULAR = Mapped(torch.empty(0, dtype=torch.int32))  # in the place of one that is not held
 
@@ -51,7 +52,7 @@ def sweep(
     and of the last one before it that had owners, and may raise; `seen` of each that has owners, with the gradients
     that were sent to it. With `only`, the sweep starts just where that is true. Beside the sweep's front, only the
     owners of nodes that `keep` names are held."""
-    half = any(meta.dtype == torch.float16 for node in model if not is_leaf(node) for meta in node._input_metadata)
+    half = any(meta.dtype == torch.float16 for node in model if not is_leaf(node) for meta in outputs_of(node))
     codes = Codes(n, signs=half)
     copies = len(codes.tables)
     front = _start(starts, codes, only)
@@ -94,7 +95,7 @@ Front = dict[Node, list[list[Tensor | None]]]  # node -> for each stream, for ea
 
 def _add(front: Front, node: Node, output: int, stream: int, value: Tensor, copies: int) -> None:
     if node not in front:
-        front[node] = [[None] * len(node._input_metadata) for _ in range(copies + 1)]
+        front[node] = [[None] * len(outputs_of(node)) for _ in range(copies + 1)]
     known = front[node][stream][output]
     front[node][stream][output] = value if known is None else known + value
 
@@ -188,7 +189,7 @@ def all_are_seen(starts: Mapping[Edge, Layout], only: Mapping[Edge, Tensor], n: 
 def _start(starts: Mapping[Edge, Layout], codes: Codes, only: Mapping[Edge, Tensor] | None) -> Front:
     front: Front = {}
     for place, ((node, output), layout) in enumerate(starts.items()):
-        meta = node._input_metadata[output]
+        meta = outputs_of(node)[output]
         generator = torch.Generator(meta.device).manual_seed(place)
         drawn = torch.randn(tuple(meta.shape), generator=generator, dtype=meta.dtype, device=meta.device)
         drawn = drawn + 0.1 * drawn.sgn()

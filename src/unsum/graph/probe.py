@@ -17,6 +17,7 @@ from torch import Tensor
 from unsum.errors import UnsupportedError
 from unsum.graph.layout import Layout, Regular
 from unsum.nested import children, format_path, leaves, put
+from unsum.seams.modes import without_functions
 from unsum.types import Path
 
 OwnersOf = Callable[[tuple[int, ...], int], Layout | None]
@@ -71,7 +72,7 @@ def _cannot(why: str) -> UnsupportedError:
 def _outputs(run: Run, given: Any, changes: Mapping[Path, Tensor]) -> dict[Path, Tensor]:
     args, kwargs = put(given, changes) if changes else given
     try:
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), without_functions():
             return {path: tensor.detach().clone() for path, tensor in leaves(run(args, kwargs))}
     except UnsupportedError:
         raise

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from unsum import hooks
+from unsum import seams
 from unsum.errors import UnsupportedError
 from unsum.graph.nodes import Edge, Node, is_leaf, ordered, place
+from unsum.seams.nodes import outputs_of
 
 Grads = Sequence[Tensor | None]
 
@@ -80,14 +81,14 @@ def _python(node: Node, grads: Grads, heard: list[Heard] | None) -> Sequence[Ten
 
 def zeros(node: Node, output: int) -> Tensor:
     """A gradient of zeros for one of a node's outputs."""
-    meta = node._input_metadata[output]
+    meta = outputs_of(node)[output]
     return torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=meta.device)
 
 
 def fit(value: Tensor, child: Node, output: int, *, still: bool = False) -> Tensor:
     """A gradient as the engine would hand it on: dense, summed over what was broadcast, real where the tensor is. With
     `still`, a sum that cancels to rounding (a maximum that is subtracted for stability) is zero."""
-    like: Any = child.variable if is_leaf(child) else child._input_metadata[output]
+    like: Any = child.variable if is_leaf(child) else outputs_of(child)[output]
     if value.layout == torch.jagged:
         raise nested(child.name())
     if value.layout != torch.strided:
@@ -114,7 +115,7 @@ def flow(roots: Sequence[Any], grads: Sequence[Tensor | None], stops: Collection
         if edge in stops or is_leaf(node):
             arrived[edge] = arrived[edge] + value if edge in arrived else value
             return
-        outputs = front.setdefault(node, [None] * len(node._input_metadata))
+        outputs = front.setdefault(node, [None] * len(outputs_of(node)))
         known = outputs[output]
         outputs[output] = value if known is None else known + value
 
@@ -149,7 +150,7 @@ def _instead_of_the_engine(heard: list[Heard]) -> Iterator[None]:
                 leaf.grad = value if leaf.grad is None else leaf.grad + value
         return ()
 
-    with hooks.instead_of_backward(backward):
+    with seams.instead_of_backward(backward):
         try:
             yield
         finally:

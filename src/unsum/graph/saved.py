@@ -8,7 +8,6 @@ them that ask torch once and keep the answer until they are told to forget.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,9 +18,10 @@ from torch import Tensor
 
 from unsum.graph.nodes import Node
 from unsum.nested import leaves
+from unsum.seams.checkpoints import saved_hooks
+from unsum.seams.nodes import saved_tensors
 
 _SMALL = 1 << 28  # bytes
-_known: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
 class _Box:
@@ -36,7 +36,7 @@ class _Box:
 
 def saved_by(node: Node) -> Iterator[Tensor]:
     """The tensors that a node has saved."""
-    for name in _names(type(node)):
+    for name in saved_tensors(type(node)):
         try:
             value = getattr(node, name)
         except RuntimeError:  # freed, or changed in place since
@@ -54,14 +54,6 @@ def memory_of(tensor: Tensor) -> int | None:
         return None
 
 
-def _names(kind: type) -> tuple[str, ...]:
-    """Under which names nodes of a kind have tensors saved."""
-    if kind not in _known:
-        names = (name for name in dir(kind) if name.startswith("_saved_") and hasattr(kind, f"_raw{name}"))
-        _known[kind] = tuple(names)
-    return _known[kind]
-
-
 class Saved:
     """Keeps what checkpoints unpack, for the time of a sweep or of a backward."""
 
@@ -71,7 +63,7 @@ class Saved:
 
     def over_checkpoint(self) -> AbstractContextManager[Any]:
         """Hooks of ours for what is computed within, if a checkpoint's own are on top."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        top = saved_hooks(True)
         if top is None or "_checkpoint_hook." not in getattr(top[1], "__qualname__", ""):
             return contextlib.nullcontext()
         pack, unpack = top

@@ -22,6 +22,8 @@ from unsum.graph.nodes import Node, below, is_leaf, ordered
 from unsum.graph.rows import Rows
 from unsum.graph.saved import Saved, memory_of, saved_by
 from unsum.nested import leaves
+from unsum.seams.nodes import next_number, number_of
+from unsum.seams.tensors import base_of
 
 # Data may leave torch within a call and come back: as lists, arrays or single numbers.
 _LEAVE = {"tolist", "numpy", "__array__", "item", "__float__", "__dlpack__", "__iter__"}
@@ -47,7 +49,7 @@ class Sides(TorchFunctionMode):
         self.is_blind = False  # whether the last forward was not watched
         self._model: nn.Module | None = model
         self._parameters: set[int] = set()
-        self._opened = torch._C._autograd._get_sequence_nr()  # nodes with a lower number were made before
+        self._opened = next_number()  # nodes with a lower number were made before
         self._has_left = False  # whether data has left torch in the call under way
         self.rows: Rows | None = None  # of inputs, to be found again in what is made of them number by number
 
@@ -80,13 +82,18 @@ class Sides(TorchFunctionMode):
         """An outermost call begins."""
         self.call, self._has_left = call, False
 
-    def given(self, tensor: Tensor, *, has_samples: bool) -> None:
-        """A tensor is handed to the model. Positions (`arange(T)`) are no data, even if T is the number of samples."""
+    def given(self, tensor: Tensor, *, has_samples: bool, is_first: bool) -> None:
+        """A tensor is handed to the model. Positions (`arange(T)`) are no data, even if T is the number of samples,
+        unless they are the first thing that the model is given."""
         self._prepare()
-        if tensor not in self._kinds and not _is_real(tensor) and _counts(tensor):
+        if tensor not in self._kinds and not is_first and not _is_real(tensor) and _counts(tensor):
             self._kinds[tensor] = "positions"  # made before anybody watched
         if self._kinds.get(tensor) not in ("weight", "positions"):
             self._kinds[tensor] = ("data" if _is_real(tensor) else "ids") if has_samples else "made"
+
+    def is_no_weight(self, tensor: Tensor) -> bool:
+        """Whether this tensor is neither a parameter, nor computed of parameters, nor positions."""
+        return self._kinds.get(tensor) not in ("weight", "positions")
 
     def is_given_data(self, tensors: Iterable[Tensor]) -> bool:
         """Whether any of these is data."""
@@ -103,7 +110,7 @@ class Sides(TorchFunctionMode):
         return known
 
     def _is_of_parameters(self, top: Node) -> bool:
-        if top._sequence_nr() >= self._opened:
+        if number_of(top) >= self._opened:
             return False  # made since the block began, by something that is not seen: a custom Function, a thread
         leaves = [node for node in ordered([top]) if is_leaf(node)]
         return bool(leaves) and all(id(leaf.variable) in self._parameters for leaf in leaves)
@@ -185,7 +192,7 @@ class Sides(TorchFunctionMode):
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         if not writes or not inputs or not (kinds & {"data", "ids"} or (self._has_left and kinds == {"made"})):
             return
-        for target in (inputs[0], inputs[0]._base):
+        for target in (inputs[0], base_of(inputs[0])):
             if target is not None and not isinstance(target, nn.Parameter):
                 self._kinds[target] = "data" if _is_real(target) else "choice"
 
@@ -196,12 +203,12 @@ class Sides(TorchFunctionMode):
             return
         trains = next((given for given in (*args, *kwargs.values()) if isinstance(given, bool)), False)
         if bool(kwargs.get("training", trains)) and all(t.grad_fn is None for t in _tensors(result)):
-            self.mixing.append(("batch_norm in training", torch._C._autograd._get_sequence_nr(), self.call))
+            self.mixing.append(("batch_norm in training", next_number(), self.call))
 
 
 def _counts(tensor: Tensor) -> bool:
     """Whether these are whole numbers in order, as `arange` makes them."""
-    if tensor.dtype == torch.bool or not tensor.dim():
+    if tensor.dtype == torch.bool or not tensor.dim() or tensor.numel() < 2:
         return False
     return torch.equal(tensor, torch.arange(tensor.numel(), device=tensor.device).to(tensor).view(tensor.shape))
 

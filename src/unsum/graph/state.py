@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from unsum.errors import UnsupportedError
+from unsum.seams.modules import OWN
+from unsum.seams.tensors import version_of
 
-_OURS = ("_parameters", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _FIXED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, nn.Parameter, str,
           bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)  # fmt: skip
 
@@ -34,7 +35,7 @@ class State:
         self._random()
         for module in model.modules():
             if not isinstance(module, torch.jit.ScriptModule):
-                self._take_dict(vars(module), skip=_OURS)
+                self._take_dict(vars(module), skip=OWN)
         for buffer in model.buffers():
             self._take(buffer)
 
@@ -161,29 +162,14 @@ def set_aside(model: nn.Module, *, strict: bool = True) -> Iterator[None]:
 @contextlib.contextmanager
 def buffers_aside(model: nn.Module) -> Iterator[None]:
     """Afterwards buffers and torch's random numbers are as they were: for calls of nodes, not of modules."""
-    buffers = [(b, b.detach().clone(), b._version) for b in model.buffers() if not b.is_meta]
+    buffers = [(b, b.detach().clone(), version_of(b)) for b in model.buffers() if not b.is_meta]
     try:
         with torch.random.fork_rng():
             yield
     finally:
         with torch.no_grad():
             for buffer, value, version in buffers:
-                if buffer._version != version:
+                if version_of(buffer) != version:
                     buffer.copy_(value)
                 elif not _is_as_it_was(buffer, value):  # batch norm does not count what it writes: nor does this
                     buffer.data.copy_(value)
-
-
-def without_hooks(module: nn.Module) -> nn.Module:
-    """A module like this one, with the same parameters, buffers and attributes, on which no hook of the user's is
-    called: other threads go on to use the one that has them."""
-    other = module.__new__(type(module))
-    other.__dict__ = dict(vars(module))
-    for name in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_pre_hooks"):
-        other.__dict__[name] = collections.OrderedDict()
-    other.__dict__["_modules"] = {
-        name: None if child is None else child if isinstance(child, torch.jit.ScriptModule) else without_hooks(child)
-        for name, child in module._modules.items()
-    }
-    other.__dict__["_buffers"] = dict(module._buffers)
-    return other

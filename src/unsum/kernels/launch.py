@@ -13,6 +13,7 @@ from torch import Tensor
 
 from unsum.kernels import recorded
 from unsum.kernels.traced import is_traced
+from unsum.seams.operators import current_stream, launcher
 
 _KEPT = 4096
 
@@ -73,8 +74,8 @@ def _launch(
 
 def _by_itself(made: Any, grid: tuple[int, int, int], rest: tuple[Any, ...], index: int) -> Any:
     """What launches a compiled kernel on the stream of the moment."""
-    made._init_handles()
-    run, function, metadata, stream = made.run, made.function, made.packed_metadata, torch._C._cuda_getCurrentRawStream
+    run, function, metadata = launcher(made)
+    stream = current_stream
     x, y, z = grid
 
     def start(*tensors: Tensor | int) -> None:

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from unsum.kernels.straight import NotRecordable as NotRecordable
 from unsum.kernels.straight import Program as Program
 from unsum.kernels.straight import Step, Writer
+from unsum.seams.modes import without_functions
+from unsum.seams.operators import OpOverload, TorchDispatchMode, schema_of, without_modes
 
 _local = threading.local()
 
@@ -96,7 +96,7 @@ def tape() -> Tape | None:
 @contextlib.contextmanager
 def unwritten() -> Iterator[None]:
     """What runs within is not written down."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with without_functions(), without_modes():
         yield
 
 
@@ -108,7 +108,7 @@ def _looks(func: OpOverload, args: Sequence[Any]) -> bool:
 
 
 def _writes(func: OpOverload) -> bool:
-    return any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+    return any(a.alias_info is not None and a.alias_info.is_write for a in schema_of(func).arguments)
 
 
 def record(made: Tape, found: Sequence[Tensor]) -> Program | None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from unsum.kernels import constants
+from unsum.seams.operators import OpOverload, schema_of
+from unsum.seams.tensors import memory_number
 
 Program = Callable[..., tuple[Tensor, ...] | None]  # None where what it is given is not as it was
 
@@ -199,21 +200,21 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
 
 def _is_of(tensor: Tensor, given: Sequence[Tensor]) -> bool:
     """Whether this is memory of one of these."""
-    return any(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata for other in given)
+    return any(memory_number(tensor) == memory_number(other) for other in given)
 
 
 def _shares(base: Tensor, out: Tensor) -> bool:
     """Whether this is a view of another's memory, with numbers of the same kind."""
     if out.dtype != base.dtype or out.is_complex() or out.device != base.device:
         return False
-    return out.untyped_storage()._cdata == base.untyped_storage()._cdata
+    return memory_number(out) == memory_number(base)
 
 
 def _quick(call: Any) -> Any:
     """Torch's own function for an operator, which takes a third of the operator's time to be called."""
     if not isinstance(call, OpOverload):
         return call
-    name = call._schema.name.partition("::")[2]
+    name = schema_of(call).name.partition("::")[2]
     if name.startswith("linalg_"):
         return getattr(torch.linalg, name.removeprefix("linalg_"), call)
     return getattr(torch, name, None) or getattr(Tensor, name, call)

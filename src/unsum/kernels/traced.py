@@ -6,15 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
+
+from unsum.seams.operators import is_stand_in
 
 
 def is_traced(tensor: Tensor) -> bool:
     """Whether this is a stand-in for a tensor: there are no numbers behind it."""
-    if torch.compiler.is_dynamo_compiling():
-        return True
-    return isinstance(tensor, FakeTensor | FunctionalTensor) or torch._is_functional_tensor(tensor)
+    return torch.compiler.is_dynamo_compiling() or is_stand_in(tensor)
 
 
 def hint(value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unsum import hooks
+from unsum import seams
 from unsum.errors import SamplesError
 from unsum.kernels.product import wide
 
@@ -20,7 +20,7 @@ class Arrived:
         self._wanted, self._names = wanted, names
         self.rounding = 1e-9  # how far sums may be off
         self._received: dict[int, Tensor] = {}
-        self._handles: list[hooks.Handle] = []
+        self._handles: list[seams.Handle] = []
 
     def attach(self, hears: Callable[[], bool]) -> None:
         """Wait, and take in what arrives while `hears()`. First of all hooks, to see what arrives and not what the
@@ -28,7 +28,7 @@ class Arrived:
         for key, parameter in self._wanted.items():
             if not parameter.requires_grad:  # frozen since the block began
                 continue
-            self._handles.append(hooks.on_gradient(parameter, self._receiver(key, hears), first=True))
+            self._handles.append(seams.on_gradient(parameter, self._receiver(key, hears), first=True))
 
     def detach(self) -> None:
         """Wait no longer."""

@@ -22,6 +22,7 @@ from unsum.graph.replay import Grads, replay
 from unsum.reducers.holding import Size, size_of
 from unsum.rules.follow import follow
 from unsum.rules.registry import Call, Rule, find
+from unsum.seams.nodes import outputs_of
 from unsum.travel.values import Claims, drawn
 
 _PRECISE = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -41,9 +42,9 @@ class Audit:
     def candidates(self, node: Node, owners: Owners) -> list[tuple[int, Rule, Node, int]]:
         """The edges of a node that have a rule."""
         layout, *others = owners
-        if layout is None or any(owner is not None for owner in others) or node._input_metadata[0].dtype.is_complex:
+        if layout is None or any(owner is not None for owner in others) or outputs_of(node)[0].dtype.is_complex:
             return []
-        delta = node._input_metadata[0].dtype
+        delta = outputs_of(node)[0].dtype
         return [
             (edge, rule, child, output)
             for edge, child, output in below(node)
@@ -112,7 +113,7 @@ def apply(rule: Rule, node: Node, delta: Tensor, layout: Layout, n: int, shape: 
 
 def shape_of(child: Node, output: int) -> tuple[int, ...]:
     """The shape of the tensor at an edge."""
-    return tuple(child.variable.shape if is_leaf(child) else child._input_metadata[output].shape)
+    return tuple(child.variable.shape if is_leaf(child) else outputs_of(child)[output].shape)
 
 
 def sum_comes_with_norms(kind: Kind) -> bool:

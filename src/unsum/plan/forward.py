@@ -8,11 +8,10 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from unsum import hooks
 from unsum import samples as sample_maps
+from unsum import seams
 from unsum.errors import SamplesError
 from unsum.graph.layout import Layout
 from unsum.graph.nodes import Edge, Node, is_leaf, ordered
@@ -20,10 +19,12 @@ from unsum.graph.replay import nested
 from unsum.graph.rows import Rows
 from unsum.graph.sides import Sides
 from unsum.nested import leaves
+from unsum.plan import memory
 from unsum.plan.known import KnownTensors
-from unsum.plan.memory import Seen, always_watch, forget_call, is_in_a_loop, know_call, known_call, meet_call
+from unsum.plan.memory import Seen, told_by
 from unsum.plan.signature import flags, sizes_of
 from unsum.plan.verify import Verification
+from unsum.seams.nodes import next_number, outputs_of
 from unsum.sites import Names
 
 
@@ -63,6 +64,8 @@ class Forward:
         self._numbers = itertools.count()
         self._key: Hashable = None
         self._given: Hashable = ()  # the sizes of what the call under way was given
+        self._tensors: Sequence[Tensor] = []  # that it was given
+        self._alike: Hashable = None  # what such calls have in common, whatever the sizes
         self._shapes = ""
         self._watching = False
         self._seen: Seen | None = None
@@ -74,8 +77,8 @@ class Forward:
 
     def before(self, name: str, module: nn.Module, args: Any, kwargs: Any, *, anew: bool = False) -> None:
         """A module is about to be called; `anew` if it will run other operations than before."""
-        hooks.refuse_tracing(name or "the model")
-        self._starts.append((name, torch._C._autograd._get_sequence_nr()))
+        seams.refuse_tracing(name or "the model")
+        self._starts.append((name, next_number()))
         if len(self._starts) > 1:
             return
         if self.verification is not None:
@@ -86,16 +89,18 @@ class Forward:
             raise nested(name or "the model")
         dim = self._samples if isinstance(self._samples, sample_maps.Dim) else None
         kind, k = dim or sample_maps.Ids, dim.k if dim else 0
-        self._n = _number(given, k)
+        self._tensors = given
+        self._alike = name, kind, tuple([(t.dim(), t.dtype) for t in given])
+        self._n = _number(given, k, told_by(self._model, self._alike))
         self._key = name, kind, flags(self._modules, self._parameters, given), self._n == 1
         self._given = sizes_of(given)
-        self._seen = None if anew else known_call(self._model, self._key, self._given)
+        self._seen = None if anew else memory.known_call(self._model, self._key, self._given)
         self._watch(self._seen is None)
         self.passes = self._seen is not None
         self._shapes = ", ".join(str(tuple(t.shape)) for t in given)
-        self._call = next(self._numbers)
+        self._call = self.rows.call = next(self._numbers)
         self._sides.begin(self._call)
-        if not self._is_data(given):
+        if not self._is_data(given, is_whole=name == ""):
             self._n = None  # positions, say: what comes of them belongs to nobody
         self._note(Made(self._count(), _positions(given) if dim and k == 0 else None))
 
@@ -106,7 +111,9 @@ class Forward:
         if self._starts or not isinstance(self._samples, sample_maps.Dim):
             return Look(None, (), None, None)
         k = self._samples.k
-        return Look((k, rest), sizes_of(given), _number(given, k), _positions(given) if k == 0 else None)
+        alike = name, self._samples, tuple([(t.dim(), t.dtype) for t in given])
+        n = _number(given, k, told_by(self._model, alike))
+        return Look((k, rest), sizes_of(given), n, _positions(given) if k == 0 else None)
 
     def unwatch(self) -> None:
         """A call whose graph is known begins."""
@@ -156,14 +163,16 @@ class Forward:
         """Whether the model is being run again, for `verify=True`."""
         return self.verification is not None and self.verification.is_running
 
-    def _is_data(self, given: Sequence[Tensor]) -> bool:
+    def _is_data(self, given: Sequence[Tensor], *, is_whole: bool) -> bool:
+        """Whether any of these is data; if so, its rows are remembered. `is_whole`: the model itself is called."""
         owners = [self._samples.owners(tuple(tensor.shape), self._n) for tensor in given]
         if self._seen is None:
             for tensor, layout in zip(given, owners, strict=True):
-                self._sides.given(tensor, has_samples=layout is not None or self._is_flattened(tensor))
+                has_samples = layout is not None or self._is_flattened(tensor)
+                self._sides.given(tensor, has_samples=has_samples, is_first=is_whole and tensor is given[0])
         for tensor, layout in zip(given, owners, strict=True):
             is_data = self._sides.is_given_data([tensor]) if self._seen is None else self._seen.is_data
-            is_clear = tensor is given[0] or sum(size == self._n for size in tensor.shape) == 1
+            is_clear = tensor.shape == given[0].shape or sum(size == self._n for size in tensor.shape) == 1
             if layout is not None and is_data and is_clear and not self.rows.holds(tensor):
                 self.rows.remember(tensor, layout)
                 if self._seen is None:
@@ -177,7 +186,7 @@ class Forward:
 
     def open(self) -> None:
         """A block begins. What it computes is watched until a forward is known."""
-        self._watch(not is_in_a_loop(self._model))
+        self._watch(not memory.is_in_a_loop(self._model))
 
     def close(self) -> None:
         """Let go of everything."""
@@ -196,16 +205,16 @@ class Forward:
             if seen is None:
                 continue
             if structure is None:
-                forget_call(self._model, key)
+                memory.forget_call(self._model, key)
             else:
-                know_call(self._model, key, sizes, seen, structure)
+                memory.know_call(self._model, key, sizes, seen, structure)
 
     def always_watch(self, calls: Collection[int]) -> None:
         """The graph of these calls did not follow from what is known of such calls."""
         for call in calls:
             if call in self._found:
                 key, _, seen = self._found[call]
-                always_watch(self._model, key, seen)
+                memory.always_watch(self._model, key, seen)
 
     def was_watched(self, calls: Collection[int]) -> bool:
         """Whether these calls were."""
@@ -213,9 +222,9 @@ class Forward:
 
     def _watch(self, wanted: bool) -> None:
         if wanted and not self._watching:
-            hooks.watch(self._sides)
+            seams.watch(self._sides)
         elif self._watching and not wanted:
-            hooks.unwatch(self._sides)
+            seams.unwatch(self._sides)
         self._watching = wanted
 
     def after(self, output: Any) -> None:
@@ -224,7 +233,7 @@ class Forward:
         if not self._starts:
             return
         name, start = self._starts.pop()
-        self._spans.append((start, torch._C._autograd._get_sequence_nr(), name))
+        self._spans.append((start, next_number(), name))
         if self._starts:
             return
         self._sides.call = None
@@ -232,6 +241,8 @@ class Forward:
         if self.verification is not None:
             self.verification.ask(output, self._count())
         tensors = [tensor for _, tensor in leaves(output)]
+        given, self._tensors = self._tensors, []
+        self._reconsider(given, tensors)
         outputs = tuple(self._has_samples(k, tensor) for k, tensor in enumerate(tensors))
         for tensor, has_samples in zip(tensors, outputs, strict=True):
             owners = self._samples.owners(tuple(tensor.shape), self._n)
@@ -243,8 +254,33 @@ class Forward:
             self._unwatched.add(call)
         seen = self._seen or Seen(self._n is not None, outputs)
         self._found[call] = self._key, self._given, seen
-        if self._seen is None and output is not None:
-            meet_call(self._model, self._key, seen)
+        if self._seen is None and output is not None and call not in self._unwatched:
+            memory.meet_call(self._model, self._key, seen)
+
+    def _reconsider(self, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Which of the given tensors has the samples is a guess as long as they differ in size: what the model returns
+        says it. If the guess was wrong, the call counts as one that was not watched, since another tensor was."""
+        if not isinstance(self._samples, sample_maps.Dim) or self._n is None:
+            return
+        k = self._samples.k
+        returned = {t.shape[k] for t in outputs if t.grad_fn is not None and t.dim() > k}
+        sizes = [t.shape[k] if t.dim() > k else -1 for t in given]
+        if len(set(sizes)) == 1 or not returned:
+            return
+        if self._n not in returned:
+            better = next((size for size in sizes if size in returned), None)
+            if better is None:
+                return
+            self._n = better
+            self.rows.drop(self._call)
+            for tensor in given:
+                owners = self._samples.owners(tuple(tensor.shape), better)
+                if owners is not None and self._sides.is_no_weight(tensor):
+                    self.rows.remember(tensor, owners)
+            self._note(Made(better, self.made[self._call].positions))
+            self._seen = None
+            self._unwatched.add(self._call)
+        memory.tell(self._model, self._alike, sizes.index(self._n))
 
     def _has_samples(self, place: int, tensor: Tensor) -> bool:
         if tensor.grad_fn is None:
@@ -287,8 +323,8 @@ class Forward:
             if is_leaf(node):
                 if (owners := self.rows.of(node.variable)) is not None:
                     found[node, 0] = owners
-            elif len(node._input_metadata) == 1:
-                shape = tuple(node._input_metadata[0].shape)
+            elif len(outputs_of(node)) == 1:
+                shape = tuple(outputs_of(node)[0].shape)
                 owners = self.rows.owners(node, shape) or self.rows.by_prints(node, shape)
                 if owners is not None:
                     found[node, 0] = owners
@@ -325,15 +361,20 @@ class Forward:
         return ""
 
 
-def _number(given: Sequence[Tensor], k: int) -> int | None:
-    """How many samples there are: the size of that dimension of the first tensor that has it. But where that may be
-    rows of all samples after each other (patches of images), and token ids say how many samples, they are right."""
-    first = next((t for t in given if t.dim() > k), None)
-    if first is None:
+def _number(given: Sequence[Tensor], k: int, told: int | None) -> int | None:
+    """How many samples there are: the size of that dimension of the tensor that told it before, or else of the first
+    that has it. But one row is no batch where more of the tensors have another number of rows (positions come first,
+    say); and where the first may be rows of all samples after each other (patches of images), and token ids say how
+    many samples, they are right. What the model returns is asked afterwards."""
+    if told is not None and told < len(given) and given[told].dim() > k:
+        return int(given[told].shape[k])
+    sizes = [t.shape[k] for t in given if t.dim() > k]
+    if not sizes:
         return None
-    n: int = first.shape[k]
-    if n == 1:  # positions or a state for all samples, if others have more rows
-        n = next((t.shape[k] for t in given if t.dim() > k and t.shape[k] > 1), 1)
+    n: int = sizes[0]
+    if n == 1:
+        n = max(dict.fromkeys(sizes), key=sizes.count)  # the first of those that are as many
+    first = next(t for t in given if t.dim() > k)
     ids = [t.shape[k] for t in given if t.dim() == 2 and not t.is_floating_point() and t.shape[0] != t.shape[1]]
     if k == 0 and first.is_floating_point() and len(ids) > 1 and len(set(ids)) == 1 and 0 < ids[0] < n:
         return ids[0] if n % ids[0] == 0 else n

@@ -4,16 +4,17 @@ to compute them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
+from unsum.seams.tensors import add_to, copies, copy_to, is_view
+
 BOUND = 1 << 22  # numbers that may wait
 
 _grad, _dtype = attrgetter("grad"), attrgetter("dtype")
-_clone: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = getattr(torch, "_foreach_clone", None)  # not in 2.11
 
 
 class Delivery:
@@ -53,12 +54,12 @@ def accumulate(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> 
     if len(values) == 1 or not _are_new(parameters) or not _are_alike(parameters, values, dtypes):
         _add(parameters, values)
     elif len(set(dtypes)) == 1 and len(set(devices)) == 1:
-        _set(parameters, _copies(values))
+        _set(parameters, copies(values))
     else:  # together, torch would copy them one by one
         kinds = list(zip(dtypes, devices, strict=True))
         for each in set(kinds):
             which = [k for k, kind in enumerate(kinds) if kind == each]
-            _set([parameters[k] for k in which], _copies([values[k] for k in which]))
+            _set([parameters[k] for k in which], copies([values[k] for k in which]))
 
 
 def _set(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
@@ -80,15 +81,6 @@ def _are_alike(parameters: Sequence[nn.Parameter], values: Sequence[Tensor], dty
     return list(map(Tensor.stride, parameters)) == list(map(Tensor.stride, values))
 
 
-def _copies(values: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Copies with memory of their own, in one call; on a GPU in one kernel."""
-    if _clone is not None:
-        return _clone(values)
-    if values[0].is_cuda and values[0].is_floating_point():
-        return torch._foreach_mul(list(values), 1)
-    return [value.clone() for value in values]
-
-
 def _lies_as(value: Tensor, parameter: Tensor) -> bool:
     """Whether numbers follow each other as in the parameter; dimensions of size 1 have no say in it, as with torch."""
     ours, theirs = value.stride(), parameter.stride()
@@ -99,12 +91,12 @@ def _lies_as(value: Tensor, parameter: Tensor) -> bool:
 
 def _is_whole(value: Tensor) -> bool:
     """Whether the memory is this tensor's alone."""
-    return not value._is_view() or value.untyped_storage().nbytes() == value.numel() * value.element_size()
+    return not is_view(value) or value.untyped_storage().nbytes() == value.numel() * value.element_size()
 
 
 def _add(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
     sums: tuple[list[Tensor], list[Tensor]] = ([], [])
-    copies: tuple[list[Tensor], list[Tensor]] = ([], [])
+    copied: tuple[list[Tensor], list[Tensor]] = ([], [])
     for parameter, value in zip(parameters, values, strict=True):
         if parameter.grad is not None:
             sums[0].append(parameter.grad)
@@ -113,9 +105,9 @@ def _add(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
             parameter.grad = value.data  # no view of what it was made of
         else:
             parameter.grad = torch.empty_like(parameter, requires_grad=False)
-            copies[0].append(parameter.grad)
-            copies[1].append(value)
-    if copies[0]:
-        torch._foreach_copy_(*copies)
+            copied[0].append(parameter.grad)
+            copied[1].append(value)
+    if copied[0]:
+        copy_to(*copied)
     if sums[0]:
-        torch._foreach_add_(*sums)
+        add_to(*sums)

@@ -19,6 +19,7 @@ from unsum.plan.plan import Plan, Route
 from unsum.plan.teams import Left, Team
 from unsum.rules.follow import finished
 from unsum.rules.registry import Call
+from unsum.seams.nodes import outputs_of
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def _find(plan: Plan, nodes: Sequence[Node], parameters: Mapping[str, nn.Paramet
 
 def _left_by(team: Team, node: Node, device: torch.device) -> list[Tensor] | None:
     """What a meeting will leave, with some δ; None where the kernels are not for it."""
-    meta = node._input_metadata[0]
+    meta = outputs_of(node)[0]
     if meta.device != device or not grouped.is_on(device, meta.dtype):
         return None
     delta = torch.empty(tuple(meta.shape), dtype=meta.dtype, device=device)

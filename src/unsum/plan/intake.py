@@ -21,8 +21,8 @@ from unsum.plan.pool import Pool
 from unsum.plan.together import Together
 from unsum.plan.unchanged import Held, refuse_changed, versions
 from unsum.reducers import SQ_NORMS, Reducer
+from unsum.seams.tensors import have_hooks
 
-_hooks, _later_hooks = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 _dtype, _grad_dtype, _HAS_GRAD_DTYPE = attrgetter("dtype"), attrgetter("grad_dtype"), hasattr(Tensor, "grad_dtype")
 
 
@@ -225,10 +225,8 @@ class Intake:
 def are_listened(parameters: Collection[nn.Parameter]) -> bool:
     """Whether the gradient of any of these is left to torch: hooks of the user's wait for it, or it has another dtype
     than the parameter."""
-    return (
-        any(map(_hooks, parameters))
-        or any(map(_later_hooks, parameters))
-        or (_HAS_GRAD_DTYPE and list(map(_grad_dtype, parameters)) != list(map(_dtype, parameters)))
+    return have_hooks(parameters) or (
+        _HAS_GRAD_DTYPE and list(map(_grad_dtype, parameters)) != list(map(_dtype, parameters))
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from unsum.graph.layout import Layout
 from unsum.graph.nodes import Edge, Node, is_leaf
 from unsum.inplace import Token, token
+from unsum.seams.nodes import number_of, outputs_of
 
 Number = tuple[str, int, int]  # kind of node, its number, which of its outputs
 
@@ -28,7 +29,7 @@ class Known:
 
 def number(node: Node, output: int) -> Number:
     """What an output of a node is found by."""
-    return node.name(), node._sequence_nr(), output
+    return node.name(), number_of(node), output
 
 
 class KnownTensors:
@@ -55,9 +56,9 @@ class KnownTensors:
         numbers = {which for _, which, _ in alive}
         found: dict[Edge, Known] = {}
         for node in nodes:
-            if node._sequence_nr() not in numbers or is_leaf(node):
+            if number_of(node) not in numbers or is_leaf(node):
                 continue
-            for output in range(len(node._input_metadata)):
+            for output in range(len(outputs_of(node))):
                 entry = self._known.get(number(node, output))
                 if entry is not None and token(node) is entry.token():
                     found[node, output] = entry

@@ -24,6 +24,7 @@ from unsum.plan.setting import Setting
 from unsum.plan.signature import plain
 from unsum.plan.structure import Judged
 from unsum.plan.teams import teams
+from unsum.seams.nodes import number_of, outputs_of
 from unsum.travel.climb import climb
 from unsum.travel.trail import trail
 from unsum.travel.values import Claims
@@ -46,7 +47,7 @@ def learn(
     """Find the cut, walk from there by the table, compare it with values, and say where to wait; and what may be
     remembered of it, if anything. Refuses by raising, before anything of the user's has run."""
     for node in nodes:
-        if not is_leaf(node) and any(meta.is_nested_tensor for meta in node._input_metadata):
+        if not is_leaf(node) and any(meta.is_nested_tensor for meta in outputs_of(node)):
             raise nested(node.name())
     if n == 0:
         return _plan(find_cut(roots, known, setting.is_data), Walked(), n, nodes, setting, None), None
@@ -103,7 +104,7 @@ def _judged(cut: Cut, n: int, setting: Setting, *, marked: bool) -> tuple[Cut, W
 
 def _geometry(node: Node, owners: Owners, said: Mapping[int, Layout]) -> Hashable:
     """All that the table goes by. (Layouts that are not regular are equal to themselves alone.)"""
-    kinds = tuple(meta.dtype for meta in node._input_metadata)
+    kinds = tuple(meta.dtype for meta in outputs_of(node))
     return plain(node), kinds, tuple(owners), tuple(said.items()), tuple(c is None for c, _ in node.next_functions)
 
 
@@ -113,7 +114,7 @@ def _refuse_named(walked: Walked, setting: Setting) -> None:
         if node is above:
             bag = "embedding_bag" if node.name().startswith("EmbeddingBag") else "embedding"
             what = "batch_norm in training" if "BatchNorm" in node.name() else f"{bag} with scale_grad_by_freq"
-            raise interaction(what, setting.module_of(node._sequence_nr()))
+            raise interaction(what, setting.module_of(number_of(node)))
 
 
 def _by_values(
@@ -152,7 +153,7 @@ def _cut(
 ) -> tuple[Cut, Mapping[Edge, Layout]]:
     """The cut, at the outputs of the model or at what the user has marked. Where these do not lie on the loss's way, or
     a parameter meets data beyond them: as far up as samples can be followed, from them and from the rows of inputs."""
-    cut = find_cut(roots, known, setting.is_data)
+    cut, was_known = find_cut(roots, known, setting.is_data), bool(known)
     if not marked and n > 1 and len(cut.starts) > 1 and setting.rows:  # sizes may coincide: rows of inputs say it
         wrong = [edge for edge, owners in cut.starts.items() if contradicts(cut, edge, owners, n, setting)]
         if 0 < len(wrong) < len(cut.starts):
@@ -168,6 +169,8 @@ def _cut(
         met = parameters_met_outside(cut, setting.names, setting.is_weight)
     if not cut.starts:
         raise unknown_samples(setting.mismatch())
+    if not was_known and not setting.exact:
+        _refuse_meeting(cut, known, setting)
     if met:
         node, name = met[0]
         raise SamplesError(
@@ -176,6 +179,16 @@ def _cut(
             f"leave {name} out: params="
         )
     return cut, known
+
+
+def _refuse_meeting(cut: Cut, known: Mapping[Edge, Layout], setting: Setting) -> None:
+    """Inside a model that returns its loss alone: raise where tensors that both have samples meet, and what comes of it
+    has them no more."""
+    for node in cut.loss:
+        both = [edge for edge in dict.fromkeys((child, output) for _, child, output in below(node)) if edge in known]
+        outputs = () if is_leaf(node) else outputs_of(node)
+        if len(both) > 1 and len(outputs) == 1 and len(outputs[0].shape) and (node, 0) not in known:
+            raise interaction(node.name(), setting.module_of(number_of(node)))
 
 
 def _sweep(
@@ -190,9 +203,7 @@ def _sweep(
     def mixed(node: Node, above: Node | None) -> None:
         if setting.is_data(node) or node in suspects:
             blamed = node if above is None else above
-            raise interaction(
-                blamed.name(), setting.module_of(blamed._sequence_nr()), "" if above is None else node.name()
-            )
+            raise interaction(blamed.name(), setting.module_of(number_of(blamed)), "" if above is None else node.name())
 
     def keep(node: Node) -> bool:
         """Where a parameter may be met: not between data and data."""
@@ -235,7 +246,7 @@ def _plan(
             mixed.add(node)
     owned = {place[node]: owners for node, owners in swept.owners.items() if owners is not None and leads_to_one(node)}
     beside = [node for node in cut.loss if (node not in cut.on_data or is_penalty(node)) and leads_to_one(node)]
-    modules = {place: setting.module_of(nodes[place]._sequence_nr()) for place in owned}
+    modules = {place: setting.module_of(number_of(nodes[place])) for place in owned}
     ruled = {} if audit is None else rule_routes(audit, place, owned, modules, mixed, n, setting.names)
     ways = routes(nodes, swept, mixed, beside, setting.names, audit)
     alone = {name for name, times in ways["expected"].items() if times == 1 and name not in ways["late"]}
@@ -274,9 +285,7 @@ def inside(roots: Sequence[Any], nodes: Sequence[Node], owners: Owners, n: int, 
 def _rounding(node: Node) -> float:
     """How far sums may be off where this node computes, relative to the largest gradient."""
     precise = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-3, torch.complex64: 1e-3}
-    return max(
-        (precise.get(meta.dtype, 5e-2) for meta in node._input_metadata if meta.dtype.is_floating_point), default=0
-    )
+    return max((precise.get(meta.dtype, 5e-2) for meta in outputs_of(node) if meta.dtype.is_floating_point), default=0)
 
 
 def number_of_samples(starts: Mapping[Edge, Layout]) -> int:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from unsum import hooks
+from unsum import seams
 from unsum.factors.dense import Dense
 from unsum.factors.lookup import Lookup
 from unsum.factors.outer import Outer
@@ -33,6 +33,7 @@ from unsum.plan.plan import Meeting, Plan, Route
 from unsum.plan.setting import Setting
 from unsum.rules.follow import cast, finished, follow
 from unsum.rules.registry import Call
+from unsum.seams.nodes import outputs_of
 
 SHARED = -1  # the stream of what belongs to nobody
 
@@ -79,7 +80,7 @@ class Run:
         self._streams: dict[Node, Streams] = {}
         self._origins: dict[Node, dict[Meeting, None]] = {}  # where the streams of a node without owners met data
         self._formed: dict[int, tuple[Tensor, Tensor, dict[Meeting, None]]] = {}  # parameter, gradients, from where
-        self._handles: list[hooks.Handle] = []
+        self._handles: list[seams.Handle] = []
         self._largest = 0.0  # gradient so far, where some positions were not seen: beside it, others are rounding
         self._doubts = plan.has_doubts
         self._digests: Digests | None = None
@@ -87,8 +88,8 @@ class Run:
     def attach(self) -> None:
         """Wait at the nodes that matter."""
         for node in self.hidden:  # what it computes again inside is watched like a forward
-            self._handles.append(hooks.on_node(node, lambda grads: hooks.watch(self._setting.sides)))
-            self._handles.append(hooks.after_node(node, lambda results, grads: hooks.unwatch(self._setting.sides)))
+            self._handles.append(seams.on_node(node, lambda grads: seams.watch(self._setting.sides)))
+            self._handles.append(seams.after_node(node, lambda results, grads: seams.unwatch(self._setting.sides)))
         waiting = () if self._doubts else self._to.gather(self.plan, self._nodes)
         ruled: Container[int] = () if self._doubts else self.plan.ruled
         self._digests = None if self._doubts else self._to.digests(self.plan, self._nodes)
@@ -98,12 +99,12 @@ class Run:
             partial(wait if place in waiting else shortly if place in ruled else own, place)
             for place in self.plan.owned
         ]
-        self._handles += hooks.on_nodes([self._nodes[place] for place in self.plan.owned], ways)
+        self._handles += seams.on_nodes([self._nodes[place] for place in self.plan.owned], ways)
         for places, then in (
             (self.plan.streamed, self._passed), (self.plan.nobodys, self._nobodys)
         ):  # fmt: skip
             for place in places:
-                self._handles.append(hooks.on_node(self._nodes[place], partial(then, place)))
+                self._handles.append(seams.on_node(self._nodes[place], partial(then, place)))
 
     def detach(self, *, failed: bool) -> None:
         """Hand over what was formed, and let go of the graph."""
@@ -242,10 +243,10 @@ class Run:
         if is_leaf(child):
             self._form(child.variable, sample, value, origins)
             return
-        value = value.to(child._input_metadata[output].dtype)
+        value = value.to(outputs_of(child)[output].dtype)
         self._origins.setdefault(child, {}).update(origins)
         streams = self._streams.setdefault(child, {})
-        outputs = streams.setdefault(sample, [None] * len(child._input_metadata))
+        outputs = streams.setdefault(sample, [None] * len(outputs_of(child)))
         known = outputs[output]
         outputs[output] = value if known is None else known + value
 

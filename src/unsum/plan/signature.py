@@ -15,6 +15,8 @@ from torch import Tensor
 
 from unsum.graph.nodes import Node
 from unsum.plan.skeleton import Read, Skeleton, reader, skeleton
+from unsum.seams.modules import buffers_of
+from unsum.seams.nodes import outputs_of
 
 Signature = tuple[Hashable, ...]
 
@@ -78,7 +80,7 @@ def _signed(known: Skeleton, nodes: list[Node], leaves: list[Tensor], called: tu
     told = [_column(read, pick(nodes), old) for (read, pick), old in zip(known.saved, last[1], strict=True)]
     shapes: list[Hashable] = []
     for node in known.shown(nodes):
-        metas = node._input_metadata
+        metas = outputs_of(node)
         shapes.append(len(metas))
         for meta in metas:  # not kept: torch takes longer to make the next while it is
             shapes.append(tuple(meta.shape))
@@ -116,7 +118,7 @@ def flags(
     modules: Sequence[torch.nn.Module], parameters: Sequence[torch.nn.Parameter], given: Sequence[torch.Tensor]
 ) -> tuple[Any, ...]:
     """What decides, before a forward, which structure its graph is likely to have: flags and dtypes, no sizes."""
-    own = set(map(id, chain.from_iterable([module._buffers.values() for module in modules])))
+    own = set(map(id, chain.from_iterable([buffers_of(module) for module in modules])))
     return (
         tuple(map(_training, modules)),
         tuple(map(_wanted, parameters)),

@@ -13,6 +13,7 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 from unsum.graph.nodes import Leaf, Node
+from unsum.seams.nodes import saved_others
 
 Pick = Callable[[Sequence[Node]], Sequence[Node]]
 Read = Callable[[Node], Hashable]
@@ -118,7 +119,7 @@ def reader(node: Node) -> Read | None:
 
 def _reader(node: Node) -> Read | None:
     kind = type(node)
-    names = [name for name in dir(node) if name.startswith("_saved_") and not hasattr(kind, f"_raw{name}")]
+    names = saved_others(node)
     if kind.__name__ != node.name():  # one type for nodes of several kinds
         return lambda node: (node.name(), *[_hashable(getattr(node, name)) for name in names])
     if not names:

@@ -21,6 +21,7 @@ from unsum.plan.routes import skippable
 from unsum.plan.teams import teams
 from unsum.reducers.holding import Size, size_of
 from unsum.rules.registry import Call
+from unsum.seams.nodes import outputs_of
 from unsum.travel import Journey
 from unsum.travel.trail import Trail
 from unsum.travel.walk import walk
@@ -55,7 +56,7 @@ def starts_of(plan: Plan, nodes: Sequence[Node], known: Mapping[Edge, Layout], n
                 return None
             found[edge] = said
             continue
-        shape = tuple(nodes[place]._input_metadata[output].shape)
+        shape = tuple(outputs_of(nodes[place])[output].shape)
         size = shape[before.dim] if before.dim < len(shape) else -1
         is_whole = before.n * before.block == before.shape[before.dim]
         block = size // n if is_whole else before.block
@@ -134,7 +135,7 @@ def agrees(judged: Judged, owned: Mapping[int, Owners], nodes: Sequence[Node], r
     """Whether nodes that had saved rows of an input have so again, and these say the same owners: an input may have
     been turned before, which leaves no node."""
     for place in judged.rows:
-        said = rows.owners(nodes[place], tuple(nodes[place]._input_metadata[0].shape))
+        said = rows.owners(nodes[place], tuple(outputs_of(nodes[place])[0].shape))
         if said is None or ((layout := owned[place][0]) is not None and not same(layout, said)):
             return False
     return True
@@ -196,7 +197,7 @@ def _dear(plan: Plan, routes: Mapping[int, Sequence[Route]], nodes: Sequence[Nod
                 continue
             t = prod(layout.shape[:lead]) // max(route.by.n, 1)
             o = layout.shape[-1]
-            device = nodes[route.meeting.place]._input_metadata[0].device.type
+            device = outputs_of(nodes[route.meeting.place])[0].device.type
             way = "rank one" if t == 1 else costs.cheaper(t, prod(route.shape) // max(o, 1), o, device, want_sum=True)
             (dear.discard if way == "product" else dear.add)(name)
     return dear
@@ -211,7 +212,7 @@ def sizes_of(plan: Plan, nodes: Sequence[Node]) -> dict[str, Size]:
         route = next((route for route in plan.routes.get(place, ()) if route.edge == edge), None)
         if route is None or name in plan.late:
             continue
-        meta = nodes[place]._input_metadata[0]
+        meta = outputs_of(nodes[place])[0]
         delta = torch.zeros((), dtype=meta.dtype, device=meta.device).expand(tuple(meta.shape))
         kind = route.rule.make(Call(nodes[place], delta, route.by, route.shape))
         if kind is not None:

@@ -12,6 +12,7 @@ from unsum.graph.layout import Regular
 from unsum.graph.nodes import Node, below, is_leaf
 from unsum.plan.plan import Route
 from unsum.plan.signature import plain
+from unsum.seams.nodes import SAVED, outputs_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,14 +39,14 @@ def teams(
             key = (
                 plain(node),
                 there[0].by.layout,
-                node._input_metadata[0].dtype,
+                outputs_of(node)[0].dtype,
                 tuple((r.rule.name, r.edge, r.shape, r.turned, r.by.lead) for r in there),
             )
             alike.setdefault(key, []).append(place)
     found: dict[int, Team] = {}
     for places in alike.values():
         first = routes[places[0]]
-        reads = dict.fromkeys(f"_saved_{name}" for route in first for name in route.rule.rows or ())
+        reads = dict.fromkeys(SAVED + name for route in first for name in route.rule.rows or ())
         names = frozenset(str(route.parameter) for place in places for route in routes[place])
         shape = first[0].by.layout.shape
         team = Team(first, tuple(reads), shape[0], prod(shape), tuple(places), names)

@@ -24,6 +24,7 @@ from unsum.plan.teams import Left, Team
 from unsum.plan.unchanged import refuse_changed
 from unsum.rules.follow import finished
 from unsum.rules.registry import Call
+from unsum.seams.tensors import version_of
 
 
 class Together:
@@ -79,7 +80,7 @@ class Together:
         left = self._left[team]
         left.places.append(place)
         left.tensors.append(tuple(tensors))
-        left.versions.append(None if delta.is_inference() else delta._version)
+        left.versions.append(None if delta.is_inference() else version_of(delta))
         left.numel += size
         self._held += size
         if self._held > BOUND.get(delta.device.type, 0):
@@ -97,7 +98,7 @@ class Together:
             tensors.append(saved)
         left.places.append(place)
         left.tensors.append(tuple(tensors))
-        left.versions.append(None if delta.is_inference() else delta._version)
+        left.versions.append(None if delta.is_inference() else version_of(delta))
         self._held_in_groups += team.numel  # of δ: what was saved is there anyway when a backward begins
         if self._held_in_groups > HELD.get(delta.device.type, 0):
             self._reduce_groups()
@@ -123,7 +124,7 @@ class Together:
 
     def _refuse_changed(self, left: Left) -> None:
         for place, tensors, version in zip(left.places, left.tensors, left.versions, strict=True):
-            if version is not None and tensors[0]._version != version:
+            if version is not None and version_of(tensors[0]) != version:
                 refuse_changed(str(self._plan.routes[place][0].parameter), [(tensors[0], version)])
 
     def _reduce(self, team: Team) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unsum.errors import UnsupportedError
 from unsum.factors.total import Kind
+from unsum.seams.tensors import version_of
 
 Held = list[tuple[Tensor, int]]  # tensors, and which version of them
 
@@ -28,12 +29,12 @@ def _tensors(kind: Any) -> tuple[str, ...]:
 
 def versions_of(*tensors: object) -> Held:
     """Of these, as far as they are tensors whose changes are counted."""
-    return [(t, t._version) for t in tensors if isinstance(t, Tensor) and not t.is_inference()]
+    return [(t, version_of(t)) for t in tensors if isinstance(t, Tensor) and not t.is_inference()]
 
 
 def refuse_changed(name: str, held: Sequence[tuple[Tensor, int]]) -> None:
     """Raise where what is held was changed in place since."""
-    if any([tensor._version != version for tensor, version in held]):  # noqa: C419
+    if any([version_of(tensor) != version for tensor, version in held]):  # noqa: C419
         raise UnsupportedError(
             f"{name}: a gradient was changed in place while it was in use, by a hook perhaps: whose it was is lost.\n"
             "  let the hook return a new tensor"

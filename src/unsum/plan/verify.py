@@ -11,9 +11,10 @@ from torch import nn
 from unsum.errors import InteractionError, UnsupportedError
 from unsum.graph.nodes import Edge
 from unsum.graph.probe import OwnersOf, mixing
-from unsum.graph.state import State, without_hooks
+from unsum.graph.state import State
 from unsum.nested import leaves
 from unsum.plan.known import Number, number
+from unsum.seams.modules import without_hooks
 
 
 class Verification:

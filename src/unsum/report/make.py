@@ -25,6 +25,7 @@ from unsum.report.flags import flagged
 from unsum.report.page import write
 from unsum.report.words import Text, labelled, words
 from unsum.samples import Samples
+from unsum.seams.tensors import has_late_hooks
 from unsum.sites import Names
 
 LONG = 20_000_000  # numbers in all samples' gradients, written out: above, the check is not run unasked
@@ -161,7 +162,7 @@ def _checked(
 ) -> Checked | None:  # fmt: skip
     n = len(found.losses)
     numbers = n * sum(p.numel() for p in model.parameters() if p.requires_grad)
-    waits = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in model.parameters())
+    waits = any(map(has_late_hooks, model.parameters()))
     if asked is False:
         missing["check"] = "it was not asked for (check=False)"
     elif asked is None and numbers > LONG:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from unsum.seams.tensors import version_of
+
 NAN = float("nan")
 BINS = 24
 DRAWN = 65_536  # values that a histogram counts: of a larger tensor, so many evenly over it
@@ -124,13 +126,13 @@ class Measuring:
 
     def __call__(self, tensor: Tensor) -> Stats:
         for held, version, stats in self._recent:
-            if _is_same(held, tensor) and version == tensor._version:
+            if _is_same(held, tensor) and version == version_of(tensor):
                 return stats
         stats = measure(tensor)
         if _memory(tensor) in self._data and _memory(tensor) is not None:
             stats = Stats(**{**vars(stats), "is_data": True})
         if not tensor.is_inference():
-            self._recent.append((tensor, tensor._version, stats))
+            self._recent.append((tensor, version_of(tensor), stats))
         self.elements += tensor.numel()
         return stats
 

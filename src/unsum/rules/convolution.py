@@ -7,10 +7,11 @@ from unsum.factors.scale import Scale
 from unsum.factors.windows import Geometry, Windows
 from unsum.graph.nodes import Node
 from unsum.rules.registry import Call, rule
+from unsum.seams.nodes import outputs_of
 
 
 def _all_but_the_first(node: Node, shape: tuple[int, ...]) -> int:
-    return len(node._input_metadata[0].shape) - 1
+    return len(outputs_of(node)[0].shape) - 1
 
 
 @rule("ConvolutionBackward0", 1, _all_but_the_first)

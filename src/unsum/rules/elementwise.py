@@ -8,6 +8,7 @@ from unsum.factors.scale import Scale
 from unsum.graph.layout import Regular
 from unsum.graph.nodes import Node
 from unsum.rules.registry import Call, rule, scaled
+from unsum.seams.nodes import saved_or
 
 
 def _own(node: Node, shape: tuple[int, ...]) -> int:
@@ -33,7 +34,7 @@ def add(call: Call) -> Scale:
 @rule("AddBackward0", 1, _own, rows=())
 def added(call: Call) -> Scale:
     """x + alpha·p."""
-    return _spread(call, getattr(call.node, "_saved_alpha", 1))
+    return _spread(call, saved_or(call.node, "alpha", 1))
 
 
 @rule("SubBackward0", 0, _own, rows=())
@@ -45,7 +46,7 @@ def sub(call: Call) -> Scale:
 @rule("SubBackward0", 1, _own, rows=())
 def subtracted(call: Call) -> Scale:
     """x - alpha·p."""
-    return _spread(call, -getattr(call.node, "_saved_alpha", 1))
+    return _spread(call, -saved_or(call.node, "alpha", 1))
 
 
 @rule("ExpandBackward0", 0, _own, rows=())

@@ -15,6 +15,7 @@ from unsum.factors.routed import Routed
 from unsum.factors.scale import Scale
 from unsum.factors.total import Kind
 from unsum.graph.nodes import Node, signed
+from unsum.seams.nodes import saved_of
 
 _CASTS = ("ToCopyBackward0", "CloneBackward0", "AliasBackward0", "ViewAsBackward0", "ContiguousBackward0")
 _SHAPES = (
@@ -52,14 +53,14 @@ def _transposes(node: Node, name: str, shape: tuple[int, ...]) -> bool:
     """The last two dimensions of a matrix, or of matrices side by side."""
     if name != "TransposeBackward0" or len(shape) not in (2, 3):
         return False
-    return {signed(node._saved_dim0) % len(shape), signed(node._saved_dim1) % len(shape)} == {
+    return {signed(saved_of(node, "dim0")) % len(shape), signed(saved_of(node, "dim1")) % len(shape)} == {
         len(shape) - 2,
         len(shape) - 1,
     }
 
 
 def _swaps(node: Node, name: str, shape: tuple[int, ...]) -> bool:
-    return name == "PermuteBackward0" and [d % 2 for d in node._saved_dims] == [1, 0] and len(shape) == 2
+    return name == "PermuteBackward0" and [d % 2 for d in saved_of(node, "dims")] == [1, 0] and len(shape) == 2
 
 
 def _viewed(kind: Kind, shape: tuple[int, ...]) -> Kind | None:
@@ -92,8 +93,8 @@ def _is_own(kind: Outer | Routed) -> bool:
 
 def _looked_up(kind: Dense | Scale, node: Node, shape: tuple[int, ...]) -> Kind | None:
     """Rows of a table that belong to nobody, such as positions: what they get goes back to the table."""
-    padding, ids = node._saved_padding_idx, node._saved_indices
-    if node._saved_scale_grad_by_freq or 0 <= padding < shape[0]:
+    padding, ids = saved_of(node, "padding_idx"), saved_of(node, "indices")
+    if saved_of(node, "scale_grad_by_freq") or 0 <= padding < shape[0]:
         return None
     values = kind.per_sample().reshape(kind.n, -1, shape[1])
     table = values.new_zeros(kind.n, *shape)
@@ -101,18 +102,20 @@ def _looked_up(kind: Dense | Scale, node: Node, shape: tuple[int, ...]) -> Kind 
 
 
 def _slice_of(node: Node, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-    dim = node._saved_dim % len(shape)
+    dim = saved_of(node, "dim") % len(shape)
     size = shape[dim]
-    first, last, step = slice(signed(node._saved_start), signed(node._saved_end), node._saved_step).indices(size)
+    first, last, step = slice(
+        signed(saved_of(node, "start")), signed(saved_of(node, "end")), saved_of(node, "step")
+    ).indices(size)
     return dim, first, last, step
 
 
 def _piece_of(node: Node, name: str, output: int, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-    dim = signed(node._saved_dim) % len(shape)
+    dim = signed(saved_of(node, "dim")) % len(shape)
     if name == "SplitBackward0":
-        size = node._saved_split_size
+        size = saved_of(node, "split_size")
         return dim, output * size, min((output + 1) * size, shape[dim]), 1
-    sizes = node._saved_split_sizes
+    sizes = saved_of(node, "split_sizes")
     first = sum(sizes[:output])
     return dim, first, first + sizes[output], 1
 

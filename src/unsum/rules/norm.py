@@ -9,10 +9,11 @@ from unsum.factors.scale import Scale
 from unsum.graph.nodes import Node
 from unsum.kernels import fused
 from unsum.rules.registry import Call, Once, left, rule
+from unsum.seams.nodes import outputs_of, saved_of, saved_or
 
 
 def _normalized(node: Node, shape: tuple[int, ...]) -> int:
-    return len(node._saved_normalized_shape)
+    return len(saved_of(node, "normalized_shape"))
 
 
 @rule("NativeLayerNormBackward0", 1, _normalized, rows=("input", "result1", "result2"))
@@ -62,7 +63,7 @@ def rms_norm_scale(call: Call) -> Scale:
 
 
 def _per_sample(node: Node, shape: tuple[int, ...]) -> int:
-    return len(node._input_metadata[0].shape) - 1
+    return len(outputs_of(node)[0].shape) - 1
 
 
 @rule("NativeGroupNormBackward0", 1, _per_sample, rows=("input", "result1", "result2"))
@@ -87,7 +88,7 @@ def group_norm_shift(call: Call) -> Scale:
 @rule("NativeBatchNormBackward0", 1, _per_sample)
 def batch_norm_scale(call: Call) -> Scale | None:
     """In evaluation: y = (x - mean)·rstd·w + b with the running statistics."""
-    if getattr(call.node, "_saved_training", False):
+    if saved_or(call.node, "training", False):
         return None
     delta, x, over = call.take(call.delta), call.take(call.saved("input")), _channels(call)
     eps, mean, variance = call.saved("eps"), call.saved("running_mean"), call.saved("running_var")
@@ -118,7 +119,7 @@ def _channels_last(tensor: Tensor) -> Tensor | None:
 @rule("NativeBatchNormBackward0", 2, _per_sample)
 def batch_norm_shift(call: Call) -> Scale | None:
     """In evaluation: one shift per channel."""
-    if getattr(call.node, "_saved_training", False):
+    if saved_or(call.node, "training", False):
         return None
     return Scale(call.take(call.delta), None, call.shape, over=_channels(call), summed=left(call, "sums", 1))
 

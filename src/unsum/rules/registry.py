@@ -12,6 +12,7 @@ from unsum.factors.total import Kind
 from unsum.graph.layout import Layout
 from unsum.graph.nodes import Node
 from unsum.graph.positions import Positions, positions
+from unsum.seams.nodes import saved_of
 
 
 @dataclass(eq=False, slots=True)  # made at every meeting of every step: a frozen one takes three times as long
@@ -41,7 +42,7 @@ class Call:
 
     def saved(self, name: str) -> Any:
         """What the node has saved."""
-        value = getattr(self.node, "_saved_" + name)
+        value = saved_of(self.node, name)
         return value.detach() if isinstance(value, Tensor) else value
 
 

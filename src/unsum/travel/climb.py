@@ -12,6 +12,7 @@ from torch import Tensor
 from unsum.errors import UnsumError
 from unsum.graph.layout import UNSEEN, Layout, Mapped, Regular, complete, mapped, regular, reshaped, same
 from unsum.graph.nodes import Edge, Node, below, is_leaf, signed
+from unsum.seams.nodes import outputs_of, saved_of
 from unsum.travel.table import SILENT, Answer, Journey, down, entry, start
 from unsum.travel.values import ask
 
@@ -26,7 +27,7 @@ def climb(order: Sequence[Node], seeds: Mapping[Edge, Layout], n: int) -> dict[E
         below_it = [(k, known[child, output]) for k, child, output in below(node) if (child, output) in known]
         if not below_it:
             continue
-        for output, meta in enumerate(node._input_metadata):
+        for output, meta in enumerate(outputs_of(node)):
             if (node, output) not in known:
                 found = _above(node, output, tuple(meta.shape), below_it, journey)
                 if found is not None:
@@ -44,7 +45,7 @@ def _above(
         return Regular(shape, 1, 0, shape[0]) if shape and 0 not in shape else None
     fitting: list[Layout] = []
     for layout in _candidates(node, output, shape, below_it, journey.n):
-        outs: list[Layout | None] = [None] * len(node._input_metadata)
+        outs: list[Layout | None] = [None] * len(outputs_of(node))
         outs[output] = layout
         at = start(node, outs, journey)
         assert at is not None
@@ -109,24 +110,27 @@ def _candidates(
 
 
 def _cut_out(node: Node, output: int, owners: dict[int, Tensor]) -> Tensor:
-    given = (None if p is None else signed(p) for p in (node._saved_start, node._saved_end, node._saved_step))
+    given = (
+        None if p is None else signed(p)
+        for p in (saved_of(node, "start"), saved_of(node, "end"), saved_of(node, "step"))
+    )
     own = owners[0]
-    dim = signed(node._saved_dim) % own.dim()
+    dim = signed(saved_of(node, "dim")) % own.dim()
     places = torch.tensor(range(own.shape[dim])[slice(*given)])
     return own.index_select(dim, places)
 
 
 def _piece(node: Node, output: int, owners: dict[int, Tensor]) -> Tensor:
     own = owners[0]
-    dim = signed(node._saved_dim) % own.dim()
-    sizes = [meta.shape[dim] for meta in node._input_metadata]
+    dim = signed(saved_of(node, "dim")) % own.dim()
+    sizes = [meta.shape[dim] for meta in outputs_of(node)]
     return own.narrow(dim, sum(sizes[:output]), sizes[output])
 
 
 def _joined(node: Node, output: int, owners: dict[int, Tensor]) -> Tensor | None:
     if len(owners) != len(node.next_functions):
         return None
-    return torch.cat([owners[k] for k in range(len(owners))], signed(node._saved_dim))
+    return torch.cat([owners[k] for k in range(len(owners))], signed(saved_of(node, "dim")))
 
 
 MOVED: dict[str, Callable[[Node, int, dict[int, Tensor]], Tensor | None]] = {
@@ -135,14 +139,14 @@ MOVED: dict[str, Callable[[Node, int, dict[int, Tensor]], Tensor | None]] = {
     "SplitWithSizes": _piece,
     "Cat": _joined,
     "Index": lambda node, output, owners: owners[0][
-        tuple(slice(None) if index is None else index.cpu() for index in node._saved_indices)
+        tuple(slice(None) if index is None else index.cpu() for index in saved_of(node, "indices"))
     ],
     "IndexSelect": lambda node, output, owners: owners[0].index_select(
-        signed(node._saved_dim), node._saved_index.cpu()
+        signed(saved_of(node, "dim")), saved_of(node, "index").cpu()
     ),
-    "MaskedSelect": lambda node, output, owners: owners[0].masked_select(node._saved_mask.cpu()),
-    "Flip": lambda node, output, owners: owners[0].flip(tuple(node._saved_dims)),
+    "MaskedSelect": lambda node, output, owners: owners[0].masked_select(saved_of(node, "mask").cpu()),
+    "Flip": lambda node, output, owners: owners[0].flip(tuple(saved_of(node, "dims"))),
     "Roll": lambda node, output, owners: owners[0].roll(
-        tuple(map(signed, node._saved_shifts)), tuple(node._saved_dims)
+        tuple(map(signed, saved_of(node, "shifts"))), tuple(saved_of(node, "dims"))
     ),
 }

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from unsum.graph.layout import UNSEEN, Layout, Mapped, Regular
-from unsum.graph.nodes import signed
+from unsum.graph.nodes import is_leaf, signed
+from unsum.seams.nodes import outputs_of
 from unsum.travel.table import MIXED, SILENT, Answer, At, travels
 
 
@@ -36,7 +37,7 @@ def split(at: At) -> Layout | Answer:
     (dim,) = at.dims()
     if dim not in at.varies:
         return at.same()
-    metas = at.node._input_metadata
+    metas = outputs_of(at.node)
     parts: list[Tensor] = []
     for out, meta in zip(at.outs, metas, strict=True):
         own = None if out is None else at.rows(out)
@@ -57,11 +58,10 @@ def cat(at: At) -> Layout | Answer:
     if own is None or own[0] != dim or len(at.arg) != len(at.shape):
         return SILENT
     before = 0
-    for edge, (child, output) in enumerate(at.node.next_functions[: at.edge]):
-        if child is None or not hasattr(child, "_input_metadata") or len(child._input_metadata) <= output:
+    for child, output in at.node.next_functions[: at.edge]:
+        if child is None:
             return SILENT  # how long it was is not written anywhere
-        del edge
-        before += child._input_metadata[output].shape[dim]
+        before += (child.variable if is_leaf(child) else outputs_of(child)[output]).shape[dim]
     return at.by_rows(own[1][before : before + at.arg[dim]], dim)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from unsum.graph.layout import Layout
+from unsum.seams.nodes import saved_or
 from unsum.travel.table import MIXED, SILENT, Answer, At, travels
 
 
@@ -67,7 +68,7 @@ def batch_norm(at: At) -> Layout | Answer:
         return at.same() if at.edge == 0 else at.along(0)
     if list(at.varies) != [0]:
         return SILENT
-    trains = at.kind != "NativeBatchNormLegitNoTraining" and getattr(at.node, "_saved_training", True)
+    trains = at.kind != "NativeBatchNormLegitNoTraining" and saved_or(at.node, "training", True)
     return MIXED if at.edge or trains else at.same()
 
 

@@ -17,6 +17,7 @@ from torch.autograd.function import BackwardCFunction
 
 from unsum.graph.layout import Layout, Mapped, Regular, along, merged
 from unsum.graph.nodes import Node, signed
+from unsum.seams.nodes import saved_of
 
 Shape = tuple[int, ...]
 
@@ -59,7 +60,7 @@ class At:
 
     def saved(self, name: str) -> Any:
         """What the node has saved."""
-        return getattr(self.node, "_saved_" + name)
+        return saved_of(self.node, name)
 
     def dims(self, name: str = "dim", rank: int | None = None) -> list[int]:
         """Dimensions that the node has saved, counted from 0."""

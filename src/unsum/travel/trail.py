@@ -13,6 +13,7 @@ from typing import NamedTuple
 from unsum.graph.layout import Layout, Mapped
 from unsum.graph.nodes import Edge, Node, is_leaf
 from unsum.graph.owners import Owners
+from unsum.seams.nodes import outputs_of
 from unsum.travel.table import Answer, At, Journey, Travel, down, entry, start
 from unsum.travel.walk import INDEXED, Walked, filled, mixes
 
@@ -56,7 +57,7 @@ class Trail:
                 at = At(node, kind, outs, first, journey)
             at.kind = kind
             for edge, child, output in edges:
-                shape = tuple(nodes[child]._input_metadata[output].shape)
+                shape = tuple(outputs_of(nodes[child])[output].shape)
                 if isinstance(at.layout, Mapped):
                     answer = down(at, edge, shape)
                 else:
@@ -88,7 +89,7 @@ class Trail:
             at = start(nodes[place], outs, journey)
             assert at is not None
             for edge, child, output in edges:
-                answer = down(at, edge, tuple(nodes[child]._input_metadata[output].shape))
+                answer = down(at, edge, tuple(outputs_of(nodes[child])[output].shape))
                 known = before[child]
                 if isinstance(answer, Answer) or known is None:
                     return None
@@ -121,7 +122,7 @@ def trail(walked: Walked, place: Mapping[Node, int], nodes: Sequence[Node]) -> T
         may_mix = owners is not None and ("BatchNorm" in kind or kind.startswith("Embedding"))
         if travel is not None and (edges or may_mix):
             steps.append(Step(place[node], kind, travel, may_mix, edges))
-    return Trail(tuple(steps), tuple(0 if is_leaf(node) else len(node._input_metadata) for node in nodes))
+    return Trail(tuple(steps), tuple(0 if is_leaf(node) else len(outputs_of(node)) for node in nodes))
 
 
 def _is_moved(outs: Owners | None) -> bool:

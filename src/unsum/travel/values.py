@@ -20,6 +20,7 @@ from unsum.graph.layout import UNSEEN, Layout, Mapped, Regular
 from unsum.graph.nodes import Node
 from unsum.graph.owners import Owners, hidden_owners, in_range, refuse_changing
 from unsum.graph.replay import Grads, Heard, replay
+from unsum.seams.nodes import outputs_of, saved_or
 from unsum.travel.table import MIXED, Answer
 
 # How far values may be from what is said of them: what is said of samples that mix is off by as much as it is large.
@@ -28,7 +29,7 @@ _LOOSE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-2, torc
 
 def ask(node: Node, outs: Owners, n: int) -> tuple[list[Layout | Answer | None], list[Owners]]:
     """Whose the positions of each argument are, and of the backwards that the node runs by itself."""
-    codes = Codes(n, signs=any(meta.dtype == torch.float16 for meta in node._input_metadata))
+    codes = Codes(n, signs=any(meta.dtype == torch.float16 for meta in outputs_of(node)))
     plain = drawn(node, outs)
     streams = [plain]
     for copy in range(len(codes.tables)):
@@ -77,12 +78,12 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 def drawn(node: Node, outs: Owners) -> list[Tensor | None]:
     """A random gradient for the results whose owners are known."""
     found: list[Tensor | None] = []
-    for meta, out in zip(node._input_metadata, outs, strict=True):
+    for meta, out in zip(outputs_of(node), outs, strict=True):
         if out is None:
             found.append(None)
             continue
         value = _random(tuple(meta.shape), meta.dtype, meta.device)
-        like = getattr(node, "_saved_output", None)
+        like = saved_or(node, "output", None)
         if isinstance(like, Tensor) and like.shape == value.shape:  # some kernels want it to lie in memory as it does
             value = torch.empty_like(like).copy_(value)
         if isinstance(out, Mapped) and not out.is_whole:
@@ -141,7 +142,7 @@ class Claims:
                 continue
             off, size = (other - one * self.of(layout, one)), other
             norms = torch.stack([torch.linalg.vector_norm(each.flatten()).double() for each in (off, size)])
-            dtypes = (one.dtype, *(meta.dtype for meta in node._input_metadata))
+            dtypes = (one.dtype, *(meta.dtype for meta in outputs_of(node)))
             self._said.append((node, max(_LOOSE.get(dtype, 1e-1) for dtype in dtypes)))
             self._off.append(norms.real)
         return plain, list(after)

@@ -11,6 +11,7 @@ from torch.autograd.function import BackwardCFunction
 from unsum.graph.layout import Layout, Mapped, Regular, complete
 from unsum.graph.nodes import Edge, Node, is_leaf
 from unsum.graph.owners import Owners
+from unsum.seams.nodes import outputs_of, saved_or
 from unsum.travel.table import MIXED, SILENT, Answer, Journey, down, start
 from unsum.travel.values import ask
 
@@ -56,7 +57,7 @@ def walk(
         must_ask = node in silent
         for k, child, output in edges:
             if not is_leaf(child):
-                shape = tuple(child._input_metadata[output].shape)
+                shape = tuple(outputs_of(child)[output].shape)
                 answer = _alone(shape, is_data(child)) if n == 1 else SILENT if at is None else down(at, k, shape)
                 answers[k] = answer
                 must_ask = must_ask or answer is SILENT
@@ -94,8 +95,8 @@ def mixes(node: Node, outs: Owners) -> bool:
     name = node.name()
     if "BatchNorm" in name and not name.startswith("NativeBatchNormLegitNoTraining"):
         out = outs[0]
-        return bool(getattr(node, "_saved_training", True)) and not (isinstance(out, Regular) and out.dim == 1)
-    return name.startswith("Embedding") and bool(getattr(node, "_saved_scale_grad_by_freq", False))
+        return bool(saved_or(node, "training", True)) and not (isinstance(out, Regular) and out.dim == 1)
+    return name.startswith("Embedding") and bool(saved_or(node, "scale_grad_by_freq", False))
 
 
 def _alone(shape: tuple[int, ...], is_data: bool) -> Layout | Answer:
@@ -111,7 +112,7 @@ def _alone(shape: tuple[int, ...], is_data: bool) -> Layout | Answer:
 def _arrive(arriving: dict[Node, Owners | None], node: Node, output: int, layout: Layout, journey: Journey) -> bool:
     """Note whose a node's output is; False if that contradicts what is known of it."""
     if node not in arriving:
-        arriving[node] = [None] * len(node._input_metadata)
+        arriving[node] = [None] * len(outputs_of(node))
     outs = arriving[node]
     if outs is None:
         return True  # mixed already, and told of

@@ -9,6 +9,7 @@ or anybody's: reversible layers do the same). Within a region calls come in the 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -17,11 +18,14 @@ import torch
 import torch.utils.checkpoint
 
 from unsum.errors import UnsupportedError
+from unsum.seams.nodes import Function, current_backward, next_number, number_of
 
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 _FUNCTION_FILE = torch.autograd.function.__file__
-_grad_enabled, _graph_task = torch.is_grad_enabled, torch._C._current_graph_task_id
-_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_grad_enabled = torch.is_grad_enabled
+
+saved_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+"""`saved_hooks(True)`: what packs and unpacks the tensors that are saved now; None for nothing. A checkpoint does."""
 
 
 class Call(NamedTuple):
@@ -49,7 +53,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.counts: dict[Any, int] = {}  # of each place the number of its last call, from 0
-        self._opened = torch._C._autograd._get_sequence_nr()
+        self._opened = next_number()
         self._unknown: set[Any] = set()  # places called in a Function whose context cannot be seen
         # region -> place -> the calls made in it; and the same for the repetition that is under way
         self._made: WeakKeyDictionary[Any, dict[Any, list[int]]] = WeakKeyDictionary()
@@ -61,7 +65,7 @@ class Calls:
 
     def begin(self, place: Any) -> Call | None:
         """The call that begins now; None if it repeats one that was made before this block was open."""
-        start = torch._C._autograd._get_sequence_nr()
+        start = next_number()
         regions = _regions()
         repeated = next((i for i, region in enumerate(regions) if region.again is not None), None)
         if repeated is not None and self._is_new(place, regions[repeated]):
@@ -86,7 +90,7 @@ class Calls:
         """Whether a call inside the backward of a Function is a new one: its forward ran in this block without it."""
         if not region.reentrant or place in self._made.get(region.thing, {}):
             return False
-        if region.thing._sequence_nr() < self._opened:
+        if number_of(region.thing) < self._opened:
             return False  # its forward was run before this block
         if place in self._unknown:
             raise UnsupportedError(
@@ -111,7 +115,7 @@ class Calls:
 
 def may_be_in_region() -> bool:
     """Whether we may be in a checkpoint. In the ordinary case it can be seen at once that we are not."""
-    return not _grad_enabled() or _graph_task() != -1 or _saved_tensors_hooks(True) is not None
+    return not _grad_enabled() or current_backward() != -1 or saved_hooks(True) is not None
 
 
 def _regions() -> list[_Region]:
@@ -145,7 +149,7 @@ def _region(frame: FrameType) -> _Region | None:
             return None if thing is None else _Region(thing, again=None, reentrant=False)
     if code.co_name in ("forward", "backward") and code.co_argcount and code.co_varnames[0] != "self":
         context = frame.f_locals.get(code.co_varnames[0])
-        if isinstance(context, torch._C._FunctionBase):
-            again = ("backward", torch._C._current_graph_task_id()) if code.co_name == "backward" else None
+        if isinstance(context, Function):
+            again = ("backward", current_backward()) if code.co_name == "backward" else None
             return _Region(context, again=again, reentrant=True)
     return None

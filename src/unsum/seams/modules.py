@@ -1,19 +1,27 @@
-"""Watching calls of modules. A block that wants to know of every call, but changes none, changes what `nn.Module` does
-when it is called while it is open: hooks on every module would take longer to register, and make every call slower."""
+"""Modules: hooks on one of them, and the watching of all calls.
+
+A block that wants to know of every call, but changes none, changes what `nn.Module` does when it is called while it is
+open: hooks on every module would take longer to register, and make every call slower."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
+import itertools
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
+from unsum.seams.hook import Handle, Ours
+
 _lock = threading.Lock()
+_keys = itertools.count(-1, -1)  # of hooks; torch's own are not negative
 
 
 class Watcher(Protocol):
@@ -35,6 +43,8 @@ class Watcher(Protocol):
 
 
 NOTHING = object()
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+OWN = ("_parameters", "_modules", *_HOOKS)  # attributes of a module that are torch's, and no state of the user's
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -127,3 +137,51 @@ def on_calls(watcher: Watcher) -> Callable[[], None]:
 def unwatched() -> contextlib.AbstractContextManager[None]:
     """As if nobody watched, for the only one who does."""
     return _seam.aside()
+
+
+def on_call(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> list[Handle]:
+    """Call `before(args, kwargs)` and `after(output)` around every call of the module, also one that raises (with
+    None); a result that is not None takes the place of the arguments or the output."""
+    return [
+        module.register_forward_pre_hook(Ours(lambda _, args, kwargs: before(args, kwargs)), with_kwargs=True),
+        module.register_forward_hook(Ours(lambda _, args, output: after(output)), always_call=True),
+    ]
+
+
+def on_plain_call(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> int:
+    """Call `before(module, args, kwargs)` and `after(module, args, output)`, both a `Hook`, as torch calls hooks;
+    `after` also where the module raises (with None). Returns a key for `off_plain_call`.
+
+    Torch's own registering takes several times as long, for every linear in every step."""
+    key = next(_keys)
+    module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key] = before, True
+    module._forward_hooks[key], module._forward_hooks_always_called[key] = after, True
+    return key
+
+
+def off_plain_call(module: nn.Module, key: int) -> None:
+    """Undo `on_plain_call`."""
+    module._forward_pre_hooks.pop(key, None)
+    module._forward_pre_hooks_with_kwargs.pop(key, None)
+    module._forward_hooks.pop(key, None)
+    module._forward_hooks_always_called.pop(key, None)
+
+
+def buffers_of(module: nn.Module) -> Iterable[Any]:
+    """The module's own buffers."""
+    return module._buffers.values()
+
+
+def without_hooks(module: nn.Module) -> nn.Module:
+    """A module like this one, with the same parameters, buffers and attributes, on which no hook of the user's is
+    called: other threads go on to use the one that has them."""
+    other = module.__new__(type(module))
+    other.__dict__ = dict(vars(module))
+    for name in _HOOKS:
+        other.__dict__[name] = collections.OrderedDict()
+    other.__dict__["_modules"] = {
+        name: None if child is None else child if isinstance(child, torch.jit.ScriptModule) else without_hooks(child)
+        for name, child in module._modules.items()
+    }
+    other.__dict__["_buffers"] = dict(module._buffers)
+    return other

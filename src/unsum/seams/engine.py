@@ -30,8 +30,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from unsum.hooks.calls import unwatched
-from unsum.hooks.registering import exactly
+from unsum.seams.modes import exactly
+from unsum.seams.modules import unwatched
 
 _KEY = "unsum.blocks"
 _lock = threading.Lock()

@@ -1,0 +1,83 @@
+"""Nodes of the autograd graph: hooks on them, and what torch says of them only under private names."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter, methodcaller
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unsum.seams.hook import Handle
+from unsum.seams.modes import autocasts, exact
+
+SAVED = "_saved_"  # how the names of what nodes have saved begin
+
+outputs_of: Callable[[Any], Any] = attrgetter("_input_metadata")  # shape, dtype and device of each output of a node
+number_of: Callable[[Any], int] = methodcaller("_sequence_nr")  # a node's number; each thread counts its own
+next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # of the node that is made next
+current_node: Callable[[], Any] = torch._C._current_autograd_node  # that runs now, in a backward
+current_backward: Callable[[], int] = torch._C._current_graph_task_id  # a number; -1 outside
+Function: type = torch._C._FunctionBase  # the context of an autograd.Function
+
+_reads: dict[str, Callable[[Any], Any]] = {}
+_tensor_names: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+
+def saved_of(node: Any, name: str) -> Any:
+    """What a node has saved under this name, such as "dim" or "self"."""
+    read = _reads.get(name)
+    if read is None:
+        read = _reads[name] = attrgetter(SAVED + name)
+    return read(node)
+
+
+def saved_or(node: Any, name: str, default: Any) -> Any:
+    """The same, or the default where nodes of this kind save nothing of this name."""
+    return getattr(node, SAVED + name, default)
+
+
+def saved_tensors(kind: type) -> tuple[str, ...]:
+    """The attributes under which nodes of this kind have tensors saved."""
+    if kind not in _tensor_names:
+        names = (name for name in dir(kind) if name.startswith(SAVED) and hasattr(kind, f"_raw{name}"))
+        _tensor_names[kind] = tuple(names)
+    return _tensor_names[kind]
+
+
+def saved_others(node: Any) -> list[str]:
+    """The attributes under which a node has saved what is no tensor."""
+    kind = type(node)
+    return [name for name in dir(node) if name.startswith(SAVED) and not hasattr(kind, f"_raw{name}")]
+
+
+def packed(node: Any) -> Iterator[tuple[str, Any]]:
+    """What a node has saved, not unpacked, by the attribute that would unpack it. Raises nothing: what was freed is
+    None."""
+    for name in dir(node):
+        if name.startswith(f"_raw{SAVED}"):
+            try:
+                yield name.removeprefix("_raw"), getattr(node, name)
+            except RuntimeError:  # of a custom function, freed
+                yield name.removeprefix("_raw"), None
+
+
+def on_node(node: Any, hook: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...] | None]) -> Handle:
+    """Call `hook` with the gradients that arrive at a node of the graph, before it runs."""
+    handle: Handle = node.register_prehook(exact(hook) if autocasts() else hook)
+    return handle
+
+
+def on_nodes(nodes: Iterable[Any], hooks: Iterable[Callable[..., Any]]) -> list[Handle]:
+    """`on_node` for many nodes, each with its own hook."""
+    if autocasts():
+        hooks = map(exact, hooks)
+    return [node.register_prehook(hook) for node, hook in zip(nodes, hooks, strict=True)]
+
+
+def after_node(node: Any, hook: Callable[[tuple[Tensor | None, ...], Any], None]) -> Handle:
+    """Call `hook` with the gradients that a node of the graph hands on (and those it got), after it has run."""
+    handle: Handle = node.register_hook(hook)
+    return handle

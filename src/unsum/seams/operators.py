@@ -1,0 +1,35 @@
+"""Operators below autograd: their schemas, stand-ins for tensors while torch compiles, and how a kernel is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+
+__all__ = ["OpOverload", "TorchDispatchMode", "current_stream", "is_stand_in", "launcher", "schema_of", "without_modes"]
+
+schema_of: Callable[[Any], Any] = attrgetter("_schema")  # name and arguments of an operator
+
+
+def is_stand_in(tensor: Tensor) -> bool:
+    """Whether there are no numbers behind a tensor: torch writes down what is to be compiled."""
+    return isinstance(tensor, FakeTensor | FunctionalTensor) or torch._is_functional_tensor(tensor)
+
+
+def current_stream(device: int) -> int:
+    """The address of the CUDA stream of the moment."""
+    return torch._C._cuda_getCurrentRawStream(device)  # type: ignore[no-any-return, attr-defined]
+
+
+def launcher(made: Any) -> tuple[Callable[..., None], Any, Any]:
+    """What launches a compiled Triton kernel: run, the function, and what run is told of it."""
+    made._init_handles()
+    return made.run, made.function, made.packed_metadata
