@@ -186,7 +186,7 @@ def _refuse_meeting(cut: Cut, known: Mapping[Edge, Layout], setting: Setting) ->
     has them no more."""
     for node in cut.loss:
         both = [edge for edge in dict.fromkeys((child, output) for _, child, output in below(node)) if edge in known]
-        outputs = () if is_leaf(node) else outputs_of(node)
+        outputs: Any = () if is_leaf(node) else outputs_of(node)
         if len(both) > 1 and len(outputs) == 1 and len(outputs[0].shape) and (node, 0) not in known:
             raise interaction(node.name(), setting.module_of(number_of(node)))
 
