@@ -49,7 +49,7 @@ class Gradients:
     def __init__(
         self, names: Names, chosen: Chosen, samples: Samples, reducers: Sequence[Reducer] = (), *, keep: bool = True
     ) -> None:
-        self._names, self._samples = names, samples
+        self.names, self._samples = names, samples
         self.acted = Acted("split")
         self._reducers, self._keep = reducers, keep
         self._kept: dict[int, Reducer] = {}  # by the id of a reducer: what it held before another block used it
@@ -135,7 +135,7 @@ class Gradients:
             return self._reducer(name)
         parameter = self.parameters.get(name)
         if parameter is None:
-            if name in self._names.parameters:
+            if name in self.names.parameters:
                 raise KeyError(f"{name}: frozen (requires_grad=False), or not chosen by params=")
             raise KeyError(f"{name}: no such parameter; there are: {', '.join(list(self.parameters)[:8])}, ...")
         return self._factors(name, parameter)

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from unsum import samples as sample_maps
 from unsum import seams
-from unsum.block import GradientsBlock, Options
+from unsum.block import GradientsBlock
 from unsum.errors import OptionError, SamplesError
 from unsum.reducers import Reducer
+from unsum.step import Options
 
 
 def mark_samples(tensor: Tensor) -> Tensor:

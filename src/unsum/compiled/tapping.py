@@ -111,6 +111,7 @@ class Tapped:
     values: list[Tensor | None] | None = None
     handle: seams.Handle | None = None
     is_begun: bool = False  # whether it had a backward
+    reducing: Any = None  # the reducers, while it has one
 
 
 class Tapping:

@@ -159,18 +159,7 @@ class _Session:
         self._pattern = pattern
         if any(getattr(reducer, "wants", None) == SQ_NORMS for reducer in self._reducers):
             self._skipped = pattern.spare
-        plan = Plan(
-            n=n,
-            owned={},
-            edges={},
-            mixed=frozenset(),
-            streamed=frozenset(),
-            modules={},
-            cut=(),
-            layouts=(),
-            nobodys=(),
-            expected=pattern.expected,
-        )
+        plan = Plan.empty(n, expected=pattern.expected)
         wanted = {id(p): p for p in trace.parameters.values()}
         self._intake = Intake(
             plan, wanted, {id(p): name for name, p in trace.parameters.items()}, self._reducers,

@@ -4,10 +4,8 @@ gradients that torch was spared are put where they belong."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from unsum.errors import SamplesError
@@ -21,9 +19,6 @@ from unsum.plan.pool import Pool
 from unsum.plan.together import Together
 from unsum.plan.unchanged import Held, refuse_changed, versions
 from unsum.reducers import SQ_NORMS, Reducer
-from unsum.seams.tensors import have_hooks
-
-_dtype, _grad_dtype, _HAS_GRAD_DTYPE = attrgetter("dtype"), attrgetter("grad_dtype"), hasattr(Tensor, "grad_dtype")
 
 
 class Intake:
@@ -220,16 +215,3 @@ class Intake:
         for other in self._reducers:
             if not hasattr(other, "forms"):
                 other.take(name, factors)
-
-
-def are_listened(parameters: Collection[nn.Parameter]) -> bool:
-    """Whether the gradient of any of these is left to torch: hooks of the user's wait for it, or it has another dtype
-    than the parameter."""
-    return have_hooks(parameters) or (
-        _HAS_GRAD_DTYPE and list(map(_grad_dtype, parameters)) != list(map(_dtype, parameters))
-    )
-
-
-def listens_to_all() -> bool:
-    """Whether a process group may wait for gradients: its hooks cannot be seen from here."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

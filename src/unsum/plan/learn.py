@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unsum.errors import InteractionError, SamplesError, UnsupportedError
 from unsum.graph.cut import Cut, find_cut, is_penalty, parameters_met_outside
-from unsum.graph.layout import Layout, Regular
+from unsum.graph.layout import Layout
 from unsum.graph.nodes import Edge, Node, below, is_leaf
 from unsum.graph.owners import Owners, Swept, all_are_seen, sweep
 from unsum.graph.replay import Grads, flow, nested, remembers_memory
@@ -286,11 +286,3 @@ def _rounding(node: Node) -> float:
     """How far sums may be off where this node computes, relative to the largest gradient."""
     precise = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-3, torch.complex64: 1e-3}
     return max((precise.get(meta.dtype, 5e-2) for meta in outputs_of(node) if meta.dtype.is_floating_point), default=0)
-
-
-def number_of_samples(starts: Mapping[Edge, Layout]) -> int:
-    """How many samples there are, by the sizes at the cut."""
-    sizes = {layout.n if isinstance(layout, Regular) else int(layout.map.max()) + 1 for layout in starts.values()}
-    if len(sizes) > 1:
-        raise SamplesError(f"one backward crosses forwards with different numbers of samples: {sorted(sizes)}")
-    return sizes.pop()

@@ -84,6 +84,12 @@ class Plan:
     uses: list[None] = field(default_factory=list)  # an entry for each backward that went by it
     order: tuple[int, ...] = ()  # which of the nodes of a survey is at each place
 
+    @staticmethod
+    def empty(n: int, **fields: Any) -> Plan:
+        """A plan without any meeting."""
+        none = frozenset[int]()
+        return Plan(n, {}, {}, none, none, {}, (), (), (), **fields)
+
     def in_order(self, found: Sequence[Node]) -> Sequence[Node]:
         """The nodes of a survey, each at its place."""
         return self._pick(found) if len(self.order) > 1 else [found[k] for k in self.order]

@@ -1,0 +1,165 @@
+"""The plan of a graph that is about to be walked: remembered for its sizes, derived from its structure, or learnt."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from unsum import seams
+from unsum.errors import SamplesError
+from unsum.graph.layout import Layout, Regular
+from unsum.graph.nodes import Edge, Node, ordered, place
+from unsum.graph.owners import Owners
+from unsum.graph.saved import Saved
+from unsum.graph.sides import Sides
+from unsum.graph.state import buffers_aside
+from unsum.plan.forward import Forward
+from unsum.plan.learn import inside, learn
+from unsum.plan.memory import Structure, forget_structure, recall, remember, watch_again
+from unsum.plan.plan import Plan
+from unsum.plan.refusals import unknown_samples
+from unsum.plan.setting import Setting
+from unsum.plan.signature import Sizes, Survey
+from unsum.plan.structure import Judged, agrees, derived, starts_of
+from unsum.seams.modes import without_functions
+
+log = logging.getLogger("unsum")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, for one graph."""
+
+    plan: Plan
+    nodes: Sequence[Node]  # of the graph, in the plan's order
+    calls: frozenset[int]  # the outermost calls whose samples these are
+    is_checked: bool  # whether what is found is to be compared with what torch brings
+    unproven: Hashable = None  # the key of a structure that was learnt for it
+
+
+class Planner:
+    """Finds plans for the graphs of one block."""
+
+    def __init__(
+        self, model: nn.Module, forward: Forward, sides: Sides, saved: Saved, setting: Setting, ids: Tensor | None
+    ) -> None:
+        self._model, self._forward, self._sides, self._saved = model, forward, sides, saved
+        self._setting, self._ids = setting, ids
+        self.is_learning = False  # whether nodes are called by hand now
+
+    def plan(
+        self, call: seams.Backward, seen: Survey, known: Mapping[Edge, Layout], crossed: frozenset[int]
+    ) -> Planned:
+        """The plan of the graph that `call` is about to walk, of which the samples are `known` at some places, made by
+        the calls that it has `crossed`. Refuses by raising."""
+        forward, setting = self._forward, self._setting
+        calls = crossed or forward.pending()
+        made = frozenset(each for each in crossed if each in forward.made) or forward.pending()
+        n = number_of_samples(known) if self._ids is None and known else forward.number_of_samples(calls)
+        if n is None:
+            raise unknown_samples(forward.mismatch())
+        forward.had_backward(made)
+        forward.rows.asked = made
+        key = self._key(call, seen, known, n)
+        structure = recall(self._model, key) if setting.rules and n else None
+        if structure is not None and not (structure.is_blind and forward.was_watched(made)):
+            nodes = structure.plan.in_order(seen.nodes)
+            plan = self._derive(structure, seen, nodes, known, n)
+            if plan is not None:
+                forward.learnt(None if self._saved.is_needed else key, made)
+                return Planned(plan, nodes, calls, is_checked=not setting.rules)
+        if structure is not None or not forward.was_watched(made):  # whatever comes of it
+            forward.always_watch(made)
+        nodes = ordered(roots_of(call))
+        plan, judged = self._learn(call, nodes, known, n, made)
+        is_new = judged is not None and setting.rules and (structure is None or structure.is_blind)
+        if judged is not None and setting.rules:
+            order = tuple(seen.at[node] for node in nodes)
+            plan = replace(plan, order=order, lasting=True, is_dynamic=judged.is_dynamic)
+            if structure is None or is_new:
+                structure = Structure(plan, judged, self._sides.is_blind)
+                remember(self._model, key, structure)
+            if not judged.is_dynamic:
+                structure.keep(Sizes(seen.signature, (n, *known.values())), plan)
+        forward.learnt(key if plan.lasting and not self._saved.is_needed else None, made)
+        return Planned(plan, nodes, calls, is_checked=True, unproven=key if is_new else None)
+
+    def _learn(
+        self, call: seams.Backward, nodes: Sequence[Node], known: Mapping[Edge, Layout], n: int, made: frozenset[int]
+    ) -> tuple[Plan, Judged | None]:
+        forward = self._forward
+        self._sides.is_blind = not forward.was_watched(made)
+        if self._sides.is_blind:
+            watch_again(self._model)
+            known = known if forward.is_marked else forward.by_evidence(nodes) or known
+        with self.learning():
+            plan, judged = learn(call.roots, call.grads, nodes, known, self._setting, n, made, marked=forward.is_marked)
+        by_rule = sum(map(len, plan.routes.values()))
+        how = "to be learnt each time" if judged is None else "remembered"
+        told = len(nodes), len(plan.owned), by_rule, how
+        log.info("unsum: learnt a graph of %d nodes: %d meetings, %d by rule; %s", *told)
+        return plan, judged
+
+    def _key(self, call: seams.Backward, seen: Survey, known: Mapping[Edge, Layout], n: int) -> Hashable:
+        """What a structure is remembered by. One sample is a case of its own: then all data is its."""
+        cut = tuple([(seen.at[node], output, isinstance(owners, Regular)) for (node, output), owners in known.items()])
+        roots = tuple([(seen.at.get(node), output) for node, output in map(place, call.roots)])
+        return seen.signature[0], seen.names, cut, roots, self._setting.exact, n == 1, self._forward.is_marked
+
+    def _derive(
+        self, structure: Structure, seen: Survey, nodes: Sequence[Node], known: Mapping[Edge, Layout], n: int
+    ) -> Plan | None:
+        """The plan of a graph whose structure is known; None if it does not follow from that."""
+        sizes = Sizes(seen.signature, (n, *known.values()))
+        plan = structure.sized.get(sizes)
+        judged, rows = structure.judged, self._forward.rows
+        if plan is not None and not judged.is_dynamic:
+            return plan if agrees(judged, plan.owned, nodes, rows) else None
+        starts = starts_of(structure.plan, nodes, known, n)
+        if starts is None:
+            return None
+        with self.learning() if judged.silent or self._saved.is_needed else contextlib.nullcontext():
+            plan = derived(structure.plan, judged, nodes, starts, n, self._setting.names, rows, plan)
+        if plan is not None:
+            structure.keep(sizes, plan)
+        return plan
+
+    def inside(self, call: seams.Backward, owners: Owners, n: int) -> tuple[Plan, Sequence[Node]]:
+        """The plan of a backward that a node runs by itself, from roots with these owners."""
+        nodes = ordered(roots_of(call))
+        with self.learning():
+            return inside(call.roots, nodes, owners, n, self._setting), nodes
+
+    def forget(self, planned: Planned | None) -> None:
+        """A backward has failed: what was learnt in it is not proven, and what was known of its forward may hold no
+        longer (a checkpoint was put around a part, say)."""
+        if planned is not None and planned.unproven is not None:
+            forget_structure(self._model, planned.unproven)
+        watch_again(self._model)
+
+    @contextlib.contextmanager
+    def learning(self) -> Iterator[None]:
+        """Within this, nodes are called by hand, and nothing of the model's is changed."""
+        self.is_learning = True
+        try:
+            with without_functions(), self._saved.once(keep=len(seams.here()) == 1), buffers_aside(self._model):
+                yield
+        finally:
+            self.is_learning = False
+
+
+def roots_of(call: seams.Backward) -> list[Node]:
+    """The nodes from which a backward starts."""
+    return [node for node, _ in map(place, call.roots) if node is not None]
+
+
+def number_of_samples(starts: Mapping[Edge, Layout]) -> int:
+    """How many samples there are, by the sizes at the cut."""
+    sizes = {layout.n if isinstance(layout, Regular) else int(layout.map.max()) + 1 for layout in starts.values()}
+    if len(sizes) > 1:
+        raise SamplesError(f"one backward crosses forwards with different numbers of samples: {sorted(sizes)}")
+    return sizes.pop()
