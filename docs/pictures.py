@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import unsum
-from unsum.graph.cut import find_cut
 from unsum.graph.nodes import below
 from unsum.graph.owners import sweep
 from unsum.graph.replay import replay
+from unsum.learn.cut import find_cut
 
 FOLDER = Path(__file__).parent / "pictures"
 Node = Any
@@ -99,7 +99,7 @@ def by(shape: Sequence[int]) -> str:
     return "×".join(map(str, shape)) or "scalar"
 
 
-COMPARING = ("unsum.travel.values", "unsum.plan.audit")  # which call nodes as well, to compare what is said of them
+COMPARING = ("unsum.travel.values", "unsum.learn.audit")  # which call nodes as well, to compare what is said of them
 
 
 @contextmanager

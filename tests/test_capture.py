@@ -119,7 +119,7 @@ def test_nan_and_inf_are_counted_not_dropped(net):
     x[0, 0, 0], x[1, 1, 1] = float("nan"), float("inf")
     with unsum.capture(net, "fc1:input", "fc2:input", reduce="finite") as got:
         net(x)
-    assert got["fc1:input"] == unsum.keeping.Finite(nan=1, inf=1, total=120)
+    assert got["fc1:input"] == unsum.flow.keeping.Finite(nan=1, inf=1, total=120)
     assert not got["fc1:input"]
     assert got["fc2:input"].nan >= 3
     with unsum.capture(net, "fc1:input", reduce="mean") as got:
@@ -455,7 +455,7 @@ def test_a_trace_tells_calls_and_backwards_apart(net):
     assert "call 1" in lines[3] and "backward 2" in lines[4]
     assert got.trace()[1].direction == "backward"
     assert len(got.trace()) == 6
-    assert str(unsum.trace.Trace([])) == ""
+    assert str(unsum.flow.trace.Trace([])) == ""
 
 
 def test_no_growth_of_memory_over_200_steps(net):

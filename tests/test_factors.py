@@ -17,8 +17,8 @@ from test_gradients import IDS, IMAGES, NETS, SEQUENCES, Adapted, D, Experts, N,
 from unsum.errors import InteractionError, SamplesError, UnsupportedError
 from unsum.graph import codes
 from unsum.kernels import product
-from unsum.plan.together import Together
 from unsum.rules.registry import RULES as RULES_OF
+from unsum.step.stacked import Together
 from unsum.testing import laws
 
 

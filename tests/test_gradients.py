@@ -1065,7 +1065,7 @@ def test_a_long_block_keeps_no_graph():
         refs = []
         for _ in range(200):
             loss = scalar(model, SEQUENCES[:1])
-            refs.append(weakref.ref(unsum.inplace.token(loss.grad_fn)))
+            refs.append(weakref.ref(unsum.seams.nodes.token(loss.grad_fn)))
             loss.backward()
             del loss
         gc.collect()

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 import unsum
 from unsum.errors import SamplesError
 from unsum.kernels import constants, recorded
-from unsum.plan import pool
-from unsum.plan.digest import Digests
 from unsum.plan.memory import plans
+from unsum.step.backward import pool
+from unsum.step.recordings import Digests
 
 TABLE = torch.randn(5, 3)
 

@@ -345,7 +345,7 @@ def test_a_view_of_a_weight_is_not_turned_as_the_weight_is():
 
 def test_a_plan_that_was_refused_is_not_remembered(monkeypatch):
     """What the first batch refuses, later ones refuse."""
-    from unsum.plan.arrived import Arrived
+    from unsum.step.arrived import Arrived
 
     model, x, asked = nn.Linear(3, 2), torch.randn(N, 3), []
 
@@ -363,7 +363,7 @@ def test_a_plan_that_was_refused_is_not_remembered(monkeypatch):
 
 
 def test_a_first_backward_that_fails_proves_no_plan(monkeypatch):
-    from unsum.plan.arrived import Arrived
+    from unsum.step.arrived import Arrived
 
     model, x, checks = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)), torch.randn(N, 3), []
     check = Arrived.check

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import unsum
-from unsum import shortcut, tree
+from unsum import tree
+from unsum.flow.flow import shortcut
 
 
 class Calls(nn.Module):
@@ -254,13 +255,13 @@ def _plain(value):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list):
         return [_plain(each) for each in value]
-    return str(value) if isinstance(value, unsum.trace.Trace) else value
+    return str(value) if isinstance(value, unsum.flow.trace.Trace) else value
 
 
 def test_ordinary_calls_go_the_short_way(monkeypatch):
     """Else the cases above would compare the long way with itself."""
     entered = []
-    monkeypatch.setattr(unsum.flow.Flow, "enter", lambda *args: entered.append(args))
+    monkeypatch.setattr(unsum.flow.flow.Flow, "enter", lambda *args: entered.append(args))
     model = CASES["linear"]
     with unsum.capture(model, (nn.Linear, "input"), (nn.Linear, "grad_output")) as got:
         model(torch.randn(2, 3, 4)).sum().backward()

@@ -9,10 +9,10 @@ from reference import per_sample_gradients
 from torch import nn
 
 import unsum
-from unsum.plan import grads
 from unsum.plan.signature import survey
 from unsum.plan.skeleton import _FOLLOWS, _SAYS, _VIEWS
 from unsum.seams import tensors
+from unsum.step.backward import deliver as grads
 
 # ---- the signature --------------------------------------------------------------------------------------------------
 

@@ -18,16 +18,16 @@ from unsum.errors import OptionError, UnsupportedError
 from unsum.gathered import Gradients
 from unsum.graph.nodes import Node
 from unsum.graph.saved import Saved
-from unsum.graph.sides import Sides
-from unsum.plan.forward import Forward
+from unsum.learn.setting import Setting
+from unsum.learn.sides import Sides
 from unsum.plan.plan import Plan
-from unsum.plan.planner import Planned, Planner, roots_of
-from unsum.plan.run import Run
-from unsum.plan.setting import Setting
 from unsum.plan.signature import Survey, survey
 from unsum.seams.nodes import current_node
 from unsum.sites import Names, unwrapped
-from unsum.step import Options, Reducing, Step
+from unsum.step.backward import Options, Reducing, Step
+from unsum.step.forward import Forward
+from unsum.step.meetings import Run
+from unsum.step.planner import Planned, Planner, roots_of
 
 log = logging.getLogger("unsum")
 

@@ -8,13 +8,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from unsum.captured import Captured, Entry
 from unsum.errors import OptionError, SiteError
-from unsum.flow import Flow
-from unsum.keeping import Keep, Keeping, Reduce
-from unsum.picking import Spot
+from unsum.flow.captured import Captured, Entry
+from unsum.flow.flow import Flow
+from unsum.flow.keeping import Keep, Keeping, Reduce
+from unsum.flow.picking import Spot
+from unsum.flow.silence import complain
 from unsum.seams.checkpoints import Call
-from unsum.silence import complain
 from unsum.sites import Asked, Place, parse
 
 Missing = Literal["error", "ignore"]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from unsum.errors import InteractionError, SamplesError, UnsupportedError
 from unsum.gradients import gradients
-from unsum.graph.probe import mixing
-from unsum.graph.state import State
+from unsum.learn.probe import mixing
+from unsum.learn.state import State
 from unsum.nested import leaves, put
 from unsum.samples import Dim, Samples
 from unsum.seams.modules import without_hooks

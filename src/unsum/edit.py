@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from unsum import seams
 from unsum.capture import Missing
 from unsum.errors import OptionError, SiteError, VerbError
-from unsum.flow import Flow
-from unsum.keeping import current_scale, unscaled
-from unsum.picking import Spot
+from unsum.flow.flow import Flow
+from unsum.flow.keeping import unscaled
+from unsum.flow.picking import Spot
+from unsum.flow.silence import complain
 from unsum.seams.checkpoints import Call
 from unsum.seams.nodes import Function
-from unsum.silence import complain
+from unsum.seams.scaler import current_scale
 from unsum.sites import Asked, parse
 from unsum.verbs import Verb
 

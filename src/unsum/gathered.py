@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,21 @@ from unsum.choice import Chosen
 from unsum.coverage import rows, table
 from unsum.errors import SamplesError
 from unsum.factors.factors import Factors, Share
-from unsum.plan.intake import Intake
+from unsum.factors.total import Kind
 from unsum.plan.plan import Meeting
 from unsum.reducers import Reducer
 from unsum.samples import Samples
 from unsum.sites import Names
+
+
+class Brought(Protocol):
+    """What one backward has brought, by the ids of parameters."""
+
+    n: int
+    kinds: dict[int, list[Kind]]
+    versions: dict[int, list[tuple[Tensor, int]]]  # of the tensors that are held, as they came
+    nobodys: dict[int, Tensor]
+    meetings: dict[int, Mapping[Meeting, None]]
 
 
 @dataclass
@@ -90,7 +100,7 @@ class Gradients:
 
     def take_in(
         self,
-        intake: Intake,
+        brought: Brought,
         calls: frozenset[int],
         scale: Tensor | float | None,
         unscale: Tensor | float | None,
@@ -98,12 +108,12 @@ class Gradients:
         """Add what one backward brought, for the samples of these forwards; `scale` multiplies the samples' gradients,
         `unscale` what is nobody's."""
         self.backwards += 1
-        shares = {key: Share(intake.n, kinds, scale, intake.versions[key]) for key, kinds in intake.kinds.items()}
-        nobodys = {key: value if unscale is None else value * unscale for key, value in intake.nobodys.items()}
-        _add(self._groups[calls], Group(intake.n, None, shares, nobodys))
-        if intake.meetings != self._last:
+        shares = {key: Share(brought.n, kinds, scale, brought.versions[key]) for key, kinds in brought.kinds.items()}
+        nobodys = {key: value if unscale is None else value * unscale for key, value in brought.nobodys.items()}
+        _add(self._groups[calls], Group(brought.n, None, shares, nobodys))
+        if brought.meetings != self._last:
             self._add_meetings()
-            self._last = intake.meetings
+            self._last = brought.meetings
 
     def _add_meetings(self) -> None:
         for key, met in self._last.items():

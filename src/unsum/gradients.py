@@ -12,7 +12,7 @@ from unsum import seams
 from unsum.block import GradientsBlock
 from unsum.errors import OptionError, SamplesError
 from unsum.reducers import Reducer
-from unsum.step import Options
+from unsum.step.backward import Options
 
 
 def mark_samples(tensor: Tensor) -> Tensor:

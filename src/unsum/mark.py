@@ -6,7 +6,7 @@ from torch import Tensor
 
 from unsum import seams
 from unsum.errors import SiteError
-from unsum.flow import Flow
+from unsum.flow.flow import Flow
 
 
 def mark(tensor: Tensor, name: str) -> Tensor:

@@ -23,12 +23,12 @@ from unsum.graph.nodes import Edge, Node, edge_of, is_leaf, ordered, place
 from unsum.kernels import fused
 from unsum.kernels.product import wide
 from unsum.nested import leaves
-from unsum.plan.forward import Forward, Look
 from unsum.plan.memory import watch_again
 from unsum.plan.plan import Meeting, Plan
 from unsum.reducers.tap import Tap
 from unsum.seams.compiling import flattened
 from unsum.sites import unwrapped
+from unsum.step.forward import Forward, Look
 
 log = logging.getLogger("unsum")
 

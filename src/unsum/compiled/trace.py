@@ -20,13 +20,13 @@ from unsum.factors.dense import Dense
 from unsum.factors.scale import Scale
 from unsum.factors.total import Kind
 from unsum.graph.nodes import Node, below
-from unsum.plan.audit import shape_of
-from unsum.plan.intake import Intake
+from unsum.learn.audit import shape_of
 from unsum.plan.plan import Plan
 from unsum.reducers import SQ_NORMS
 from unsum.reducers.tap import Tap
 from unsum.rules.follow import cast, finished, follow
 from unsum.rules.registry import Call, find
+from unsum.step.collect import Intake
 
 _local = threading.local()
 

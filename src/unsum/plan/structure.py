@@ -13,11 +13,11 @@ from torch import Tensor
 from unsum.graph.layout import Layout, Mapped, Regular, same
 from unsum.graph.nodes import Edge, Node
 from unsum.graph.owners import Owners
-from unsum.graph.rows import Rows
 from unsum.kernels import costs
-from unsum.plan.audit import shape_of
+from unsum.learn.audit import shape_of
+from unsum.learn.routes import skippable
+from unsum.learn.rows import Rows
 from unsum.plan.plan import Plan, Route, has_doubts
-from unsum.plan.routes import skippable
 from unsum.plan.teams import teams
 from unsum.reducers.holding import Size, size_of
 from unsum.rules.registry import Call

@@ -11,7 +11,7 @@ from unsum.check import LossFunction, losses_by_sample
 from unsum.errors import InteractionError, SamplesError
 from unsum.gathered import Gradients
 from unsum.gradients import gradients
-from unsum.graph.state import set_aside
+from unsum.learn.state import set_aside
 from unsum.reducers import Norms, Project, TokenNorms
 from unsum.report.collect import differentiate, trainable
 from unsum.report.data import BySample, Similarity

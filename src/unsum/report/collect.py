@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from unsum.capture import capture
-from unsum.captured import Captured
 from unsum.check import LossFunction, losses_by_sample
 from unsum.errors import SamplesError
+from unsum.flow.captured import Captured
 from unsum.graph.nodes import ordered
 from unsum.nested import leaves
 from unsum.report.data import Layer, Statistics

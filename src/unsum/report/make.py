@@ -14,7 +14,7 @@ from unsum.check import Checked, LossFunction, interaction_told
 from unsum.check import check as compare
 from unsum.draw.draw import draw
 from unsum.errors import OptionError
-from unsum.graph.state import set_aside
+from unsum.learn.state import set_aside
 from unsum.nested import format_path, leaves
 from unsum.place import writable
 from unsum.progress import progress as Progress

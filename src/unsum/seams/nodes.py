@@ -64,6 +64,21 @@ def packed(node: Any) -> Iterator[tuple[str, Any]]:
                 yield name.removeprefix("_raw"), None
 
 
+class Token:
+    """Belongs to one node and lives as long as it does."""
+
+    __slots__ = ("__weakref__",)
+
+
+def token(node: Any) -> Token:
+    """The token of a node, kept in the node: recognises it without holding it."""
+    notes = node.metadata
+    found: Token | None = notes.get("unsum")
+    if found is None:
+        found = notes.setdefault("unsum", Token())  # in one go: another thread may do the same
+    return found
+
+
 def on_node(node: Any, hook: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...] | None]) -> Handle:
     """Call `hook` with the gradients that arrive at a node of the graph, before it runs."""
     handle: Handle = node.register_prehook(exact(hook) if autocasts() else hook)

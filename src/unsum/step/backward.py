@@ -14,18 +14,18 @@ from unsum import samples as sample_maps
 from unsum import seams
 from unsum.gathered import Gradients
 from unsum.graph.nodes import Node
-from unsum.keeping import current_scale
-from unsum.plan.arrived import Arrived
-from unsum.plan.grads import Delivery
-from unsum.plan.grouped import left_to_torch
-from unsum.plan.intake import Intake
+from unsum.learn.setting import Setting
 from unsum.plan.plan import Plan
-from unsum.plan.planner import Planned
-from unsum.plan.run import Run
-from unsum.plan.setting import Setting
 from unsum.plan.structure import sizes_of
 from unsum.reducers import SQ_NORMS, Reducer
+from unsum.seams.scaler import current_scale
 from unsum.seams.tensors import have_hooks
+from unsum.step.arrived import Arrived
+from unsum.step.collect import Intake
+from unsum.step.deliver import Delivery
+from unsum.step.launches import left_to_torch
+from unsum.step.meetings import Run
+from unsum.step.planner import Planned
 
 _dtype, _grad_dtype, _HAS_GRAD_DTYPE = attrgetter("dtype"), attrgetter("grad_dtype"), hasattr(Tensor, "grad_dtype")
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from unsum.graph.layout import Layout
 from unsum.graph.nodes import Edge, Node, is_leaf
-from unsum.inplace import Token, token
-from unsum.seams.nodes import number_of, outputs_of
+from unsum.seams.nodes import Token, number_of, outputs_of, token
 
 Number = tuple[str, int, int]  # kind of node, its number, which of its outputs
 

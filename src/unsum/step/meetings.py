@@ -27,13 +27,13 @@ from unsum.graph.layout import NOBODY, UNSEEN, Mapped
 from unsum.graph.nodes import Node, below, is_leaf
 from unsum.graph.replay import Grads, replay
 from unsum.kernels.product import wide
-from unsum.plan.audit import shape_of
-from unsum.plan.digest import Digests
+from unsum.learn.audit import shape_of
+from unsum.learn.setting import Setting
 from unsum.plan.plan import Meeting, Plan, Route
-from unsum.plan.setting import Setting
 from unsum.rules.follow import cast, finished, follow
 from unsum.rules.registry import Call
 from unsum.seams.nodes import outputs_of
+from unsum.step.recordings import Digests
 
 SHARED = -1  # the stream of what belongs to nobody
 

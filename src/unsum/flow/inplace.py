@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unsum.seams.nodes import number_of
+from unsum.seams.nodes import number_of, token
 from unsum.seams.tensors import version_of
 
 _EMPTY, _NONE = torch.empty(0), torch.Size()
@@ -137,21 +137,6 @@ def walk(roots: Iterable[Any]) -> Iterator[Any]:
             if below is not None and below not in seen:
                 seen.add(below)
                 waiting.append(below)
-
-
-class Token:
-    """Belongs to one node and lives as long as it does."""
-
-    __slots__ = ("__weakref__",)
-
-
-def token(node: Any) -> Token:
-    """The token of a node, kept in the node: recognises it without holding it."""
-    notes = node.metadata
-    found: Token | None = notes.get("unsum")
-    if found is None:
-        found = notes.setdefault("unsum", Token())  # in one go: another thread may do the same
-    return found
 
 
 def _is(node: Any, identity: NodeId) -> bool:

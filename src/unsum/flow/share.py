@@ -16,10 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
-from unsum import inplace, seams
+from unsum import seams
 from unsum.errors import SiteError
-from unsum.picking import Spot
-from unsum.seams.nodes import next_number, number_of
+from unsum.flow import inplace
+from unsum.flow.picking import Spot
+from unsum.seams.nodes import next_number, number_of, token
 from unsum.seams.tensors import base_of
 
 Arrived = Callable[[Spot, Tensor], Tensor | None]
@@ -53,15 +54,15 @@ class Share:
         self.exposed: inplace.Changes | None = None
         self.leaf = weakref.ref(tensor) if tensor.grad_fn is None else None
         self.key = _key(tensor)
-        self._token = None if tensor.grad_fn is None else inplace.token(tensor.grad_fn)
+        self._token = None if tensor.grad_fn is None else token(tensor.grad_fn)
 
     def carried_by(self, key: _Key, node: Any) -> bool:
         """Whether a node found under this key is the input's, or its base's: numbers are unique in a thread only."""
         if self.leaf is not None:
             return True
         if key == self.key:
-            return inplace.token(node) is self._token
-        return self.anchor is not None and inplace.token(node) is self.anchor.chain[-1][1]
+            return token(node) is self._token
+        return self.anchor is not None and token(node) is self.anchor.chain[-1][1]
 
     def is_dead(self) -> bool:
         """Whether the graph of the call is gone."""
@@ -71,7 +72,7 @@ class Share:
         """Whether this is the input itself, as a module may return it."""
         if not tensor.requires_grad or _key(tensor) != self.key:
             return False
-        return tensor.grad_fn is None or inplace.token(tensor.grad_fn) is self._token
+        return tensor.grad_fn is None or token(tensor.grad_fn) is self._token
 
     def close(self, tensor: Tensor, outputs: Iterable[Tensor], alive: seams.Handle | None) -> None:
         """The call with this input has ended: what is made from now on is not part of it. `alive` is on an output."""

@@ -24,11 +24,11 @@ from unsum.graph.layout import Layout, Mapped, Regular
 from unsum.graph.nodes import Node
 from unsum.kernels import fused, recorded
 from unsum.plan.plan import Plan, Route
-from unsum.plan.pool import Pool, waits
 from unsum.plan.signature import plain
 from unsum.reducers import Reading, Reducer
 from unsum.rules.follow import finished
 from unsum.rules.registry import Call
+from unsum.step.pool import Pool, waits
 
 log = logging.getLogger("unsum")
 

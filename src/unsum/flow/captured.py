@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from unsum.errors import SiteError, UnknownSite
-from unsum.flow import Flow
-from unsum.keeping import Kept
+from unsum.flow.flow import Flow
+from unsum.flow.keeping import Kept
+from unsum.flow.picking import Spot, by_place, other_name
+from unsum.flow.shortcut import Seen
+from unsum.flow.silence import why
+from unsum.flow.trace import Event, Trace
 from unsum.nested import format_path
-from unsum.picking import Spot, by_place, other_name
-from unsum.shortcut import Seen
-from unsum.silence import why
 from unsum.sites import Asked, Place, Site, parse, site_name
-from unsum.trace import Event, Trace
 from unsum.types import Kind, Path
 
 _reading = threading.Lock()  # two threads may read one capture

@@ -17,14 +17,14 @@ from unsum.graph.layout import Regular
 from unsum.graph.nodes import Node
 from unsum.graph.positions import Positions
 from unsum.kernels.grouped import HELD, ROWS
-from unsum.plan.grouped import grouped_teams, norms_of
 from unsum.plan.plan import Plan, Route
-from unsum.plan.pool import BOUND, SMALL, reduced
 from unsum.plan.teams import Left, Team
-from unsum.plan.unchanged import refuse_changed
 from unsum.rules.follow import finished
 from unsum.rules.registry import Call
 from unsum.seams.tensors import version_of
+from unsum.step.launches import grouped_teams, norms_of
+from unsum.step.pool import BOUND, SMALL, reduced
+from unsum.step.unchanged import refuse_changed
 
 
 class Together:

@@ -22,19 +22,20 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from unsum import seams, shortcut
+from unsum import seams
 from unsum.acted import Acted
-from unsum.alias import aliases
 from unsum.errors import SiteError, UnsupportedError
+from unsum.flow import shortcut
+from unsum.flow.alias import aliases
+from unsum.flow.picking import Spot, pick
+from unsum.flow.share import Collection, Share
+from unsum.flow.shortcut import Begun
+from unsum.flow.waiting import Watch
 from unsum.nested import leaves, put
-from unsum.picking import Spot, pick
 from unsum.seams.checkpoints import Call, Calls
 from unsum.seams.nodes import next_number, number_of
-from unsum.share import Collection, Share
-from unsum.shortcut import Begun
 from unsum.sites import Names, Place, Site
 from unsum.types import Kind, Path, Step
-from unsum.watch import Watch
 
 
 class Receiver(Protocol):

@@ -15,7 +15,7 @@ from unsum.factors.outer import Outer
 from unsum.factors.scale import Scale
 from unsum.factors.total import Kind
 from unsum.kernels import product
-from unsum.plan.unchanged import Held, refuse_changed, versions_of
+from unsum.step.unchanged import Held, refuse_changed, versions_of
 
 # Numbers in the factors of one layer, up to which it waits; and in all that wait.
 SMALL = {"cpu": 1 << 16, "cuda": 1 << 23}

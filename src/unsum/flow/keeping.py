@@ -13,6 +13,7 @@ from torch import Tensor
 from unsum.errors import OptionError, SiteError
 from unsum.nested import children, find, put
 from unsum.seams.checkpoints import saved_hooks
+from unsum.seams.scaler import current_scale
 from unsum.seams.tensors import version_of
 
 Keep = Literal["reference", "clone", "graph"]
@@ -194,18 +195,6 @@ def unscaled(grad: Tensor, scaler: Any) -> Tensor:
     if grad.dtype == torch.float16:
         grad = grad.float()
     return grad / (scale.to(grad.device) if isinstance(scale, Tensor) else scale)
-
-
-def current_scale(scaler: Any) -> Tensor | float | None:
-    """The scale as it is now, without waiting for the device; None for a disabled scaler."""
-    if isinstance(scaler, int | float | Tensor):
-        return scaler
-    if not hasattr(scaler, "get_scale"):
-        raise OptionError(f"scaler={scaler!r}: expected a torch.amp.GradScaler, or the scale as a number")
-    if not scaler.is_enabled():
-        return None
-    scale = getattr(scaler, "_scale", None)
-    return scale.detach().clone() if isinstance(scale, Tensor) else scaler.get_scale()
 
 
 def _finite(counts: Tensor) -> Finite:

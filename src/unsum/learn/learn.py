@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from unsum.errors import InteractionError, SamplesError, UnsupportedError
-from unsum.graph.cut import Cut, find_cut, is_penalty, parameters_met_outside
 from unsum.graph.layout import Layout
 from unsum.graph.nodes import Edge, Node, below, is_leaf
 from unsum.graph.owners import Owners, Swept, all_are_seen, sweep
 from unsum.graph.replay import Grads, flow, nested, remembers_memory
-from unsum.plan.audit import Audit
-from unsum.plan.evidence import agreeing, contradicts, refuse_other_rows, walk_by_evidence, with_rows
+from unsum.learn.audit import Audit
+from unsum.learn.cut import Cut, find_cut, is_penalty, parameters_met_outside
+from unsum.learn.evidence import agreeing, contradicts, refuse_other_rows, walk_by_evidence, with_rows
+from unsum.learn.refusals import interaction, unknown_samples
+from unsum.learn.routes import routes, rule_routes
+from unsum.learn.setting import Setting
 from unsum.plan.plan import Plan, has_doubts
-from unsum.plan.refusals import interaction, unknown_samples
-from unsum.plan.routes import routes, rule_routes
-from unsum.plan.setting import Setting
 from unsum.plan.signature import plain
 from unsum.plan.structure import Judged
 from unsum.plan.teams import teams

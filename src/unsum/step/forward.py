@@ -16,16 +16,16 @@ from unsum.errors import SamplesError
 from unsum.graph.layout import Layout
 from unsum.graph.nodes import Edge, Node, is_leaf, ordered
 from unsum.graph.replay import nested
-from unsum.graph.rows import Rows
-from unsum.graph.sides import Sides
+from unsum.learn.rows import Rows
+from unsum.learn.sides import Sides
 from unsum.nested import leaves
 from unsum.plan import memory
-from unsum.plan.known import KnownTensors
 from unsum.plan.memory import Seen, told_by
 from unsum.plan.signature import flags, sizes_of
-from unsum.plan.verify import Verification
 from unsum.seams.nodes import next_number, outputs_of
 from unsum.sites import Names
+from unsum.step.known import KnownTensors
+from unsum.step.verify import Verification
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from torch import nn
 
 from unsum.graph.layout import Layout
 from unsum.graph.nodes import Edge, Node, below, is_leaf
-from unsum.graph.rows import Rows
 from unsum.graph.saved import memory_of, saved_by
-from unsum.graph.sides import Sides
+from unsum.learn.rows import Rows
+from unsum.learn.sides import Sides
 
 _LOOKS = ("TBackward0", "TransposeBackward0", "ToCopyBackward0", "ViewBackward0", "PermuteBackward0")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from unsum.flow.timeline import timeline
 from unsum.picture import Picture
-from unsum.timeline import timeline
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from torch import nn
 
 from unsum.errors import InteractionError, UnsupportedError
 from unsum.graph.nodes import Edge
-from unsum.graph.probe import OwnersOf, mixing
-from unsum.graph.state import State
+from unsum.learn.probe import OwnersOf, mixing
+from unsum.learn.state import State
 from unsum.nested import leaves
-from unsum.plan.known import Number, number
 from unsum.seams.modules import without_hooks
+from unsum.step.known import Number, number
 
 
 class Verification:

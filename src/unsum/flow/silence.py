@@ -7,7 +7,7 @@ import difflib
 from torch import nn
 
 from unsum.errors import SiteError
-from unsum.flow import Flow
+from unsum.flow.flow import Flow
 from unsum.sites import Names, Place, Site, is_container
 
 

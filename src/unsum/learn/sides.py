@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unsum.graph.nodes import Node, below, is_leaf, ordered
-from unsum.graph.rows import Rows
 from unsum.graph.saved import Saved, memory_of, saved_by
+from unsum.learn.rows import Rows
 from unsum.nested import leaves
 from unsum.seams.nodes import next_number, number_of
 from unsum.seams.tensors import base_of
@@ -105,7 +106,7 @@ class Sides(TorchFunctionMode):
             known = "data" if _is_real(tensor) else "ids"
             if tensor.grad_fn is not None and self._is_of_parameters(tensor.grad_fn):
                 known = self._kinds[tensor] = "weight"  # computed before this block, not handed to the model: cached
-            elif tensor.grad_fn is None and not tensor.dim():
+            elif tensor.grad_fn is None and not is_lazy(tensor) and not tensor.dim():
                 known = "made"  # one number, of a scripted function, say
         return known
 

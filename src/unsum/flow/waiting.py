@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from unsum import inplace, seams
+from unsum import seams
 from unsum.errors import SiteError
-from unsum.picking import Spot
+from unsum.flow import inplace
+from unsum.flow.picking import Spot
 from unsum.seams.tensors import base_of
 
 Arrived = Callable[[Spot, Tensor], Tensor | None]

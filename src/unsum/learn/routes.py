@@ -10,7 +10,7 @@ from typing import Any
 from unsum.graph.layout import Regular
 from unsum.graph.nodes import Node, below, is_leaf, ordered
 from unsum.graph.owners import Owners, Swept
-from unsum.plan.audit import Audit, shape_of
+from unsum.learn.audit import Audit, shape_of
 from unsum.plan.plan import Meeting, Route
 from unsum.reducers.holding import Size
 from unsum.rules.follow import turns

@@ -13,12 +13,12 @@ from unsum.factors.factors import Factors, Share
 from unsum.factors.outer import Outer
 from unsum.factors.total import Kind
 from unsum.graph.nodes import Node
-from unsum.plan.digest import Digests, is_readable
 from unsum.plan.plan import Meeting, Plan, Route
-from unsum.plan.pool import Pool
-from unsum.plan.together import Together
-from unsum.plan.unchanged import Held, refuse_changed, versions
 from unsum.reducers import SQ_NORMS, Reducer
+from unsum.step.pool import Pool
+from unsum.step.recordings import Digests, is_readable
+from unsum.step.stacked import Together
+from unsum.step.unchanged import Held, refuse_changed, versions
 
 
 class Intake:

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from unsum import seams
 from unsum.acted import Acted
-from unsum.picking import Spot
+from unsum.flow.picking import Spot
+from unsum.flow.waiting import Watch
 from unsum.seams.checkpoints import Calls, may_be_in_region
 from unsum.seams.nodes import next_number, number_of
 from unsum.seams.tensors import version_of
 from unsum.sites import Place, Site
 from unsum.types import Kind
-from unsum.watch import Watch
 
 Seen = tuple[Spot, Tensor, int, int | None, torch.Size]
 """A value as it is put down: where, what, its version, in which backward, its shape."""

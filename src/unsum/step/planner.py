@@ -15,17 +15,17 @@ from unsum.graph.layout import Layout, Regular
 from unsum.graph.nodes import Edge, Node, ordered, place
 from unsum.graph.owners import Owners
 from unsum.graph.saved import Saved
-from unsum.graph.sides import Sides
-from unsum.graph.state import buffers_aside
-from unsum.plan.forward import Forward
-from unsum.plan.learn import inside, learn
+from unsum.learn.learn import inside, learn
+from unsum.learn.refusals import unknown_samples
+from unsum.learn.setting import Setting
+from unsum.learn.sides import Sides
+from unsum.learn.state import buffers_aside
 from unsum.plan.memory import Structure, forget_structure, recall, remember, watch_again
 from unsum.plan.plan import Plan
-from unsum.plan.refusals import unknown_samples
-from unsum.plan.setting import Setting
 from unsum.plan.signature import Sizes, Survey
 from unsum.plan.structure import Judged, agrees, derived, starts_of
 from unsum.seams.modes import without_functions
+from unsum.step.forward import Forward
 
 log = logging.getLogger("unsum")
 

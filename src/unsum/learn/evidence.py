@@ -10,13 +10,13 @@ import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from unsum.graph.cut import Cut
 from unsum.graph.layout import Layout, Regular, same
 from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered
 from unsum.graph.owners import Owners
-from unsum.graph.rows import Rows
-from unsum.plan.refusals import other_rows
-from unsum.plan.setting import Setting
+from unsum.learn.cut import Cut
+from unsum.learn.refusals import other_rows
+from unsum.learn.rows import Rows
+from unsum.learn.setting import Setting
 from unsum.travel import Journey
 from unsum.travel.walk import Walked, walk
 
