@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
 
 import batches  # noqa: E402
 import unsum  # noqa: E402
-from unsum.plan import evidence, learn  # noqa: E402
+from unsum.learn import evidence, learn  # noqa: E402
 
 
 class Listener:

@@ -27,7 +27,7 @@ from measuring import machine, options_of, parsed, write
 from models import GPT
 from unsum.kernels import fused, grouped, product
 from unsum.plan import memory
-from unsum.step.backward import stacked as together
+from unsum.step import stacked as together
 
 SHAPE = {"width": 768, "depth": 12, "heads": 12, "vocabulary": 50304, "length": 128}
 TINY = {"width": 32, "depth": 2, "heads": 2, "vocabulary": 50, "length": 8}

@@ -28,7 +28,7 @@ import unsum
 from measuring import machine, options_of, parsed, write
 from models import GPT
 from norms import token_loss
-from unsum.step.backward import pool
+from unsum.step import pool
 
 Step = Callable[[], Any]
 SHAPE = {"width": 16, "length": 16, "depth": 12, "heads": 2, "vocabulary": 32}

@@ -22,10 +22,10 @@ from measuring import machine, options_of, parsed, write
 from models import GPT
 from overhead import BATCH, SHAPE, ways_of
 from unsum import block
-from unsum.step.backward import collect as intake
-from unsum.step.backward import deliver as grads
+from unsum.step import collect as intake
+from unsum.step import deliver as grads
+from unsum.step import meetings as run
 from unsum.step.backward import forward
-from unsum.step.backward import meetings as run
 
 PARTS: dict[str, list[tuple[Any, tuple[str, ...]]]] = {
     "opening and closing": [(unsum, ("gradients",)), (block.GradientsBlock, ("__enter__", "__exit__"))],

@@ -322,7 +322,7 @@ def test_kronecker_and_token_norms_leave_padding_and_odd_positions_out():
 
 def learnings(monkeypatch):
     """Counts how often a graph is learnt."""
-    block = sys.modules["unsum.block"]
+    block = sys.modules["unsum.step.planner"]
     counted, real = [], block.learn
     monkeypatch.setattr(block, "learn", lambda *args, **options: counted.append(1) or real(*args, **options))
     return counted
@@ -423,7 +423,7 @@ class Routed(nn.Module):
 
 def test_rows_that_go_elsewhere_in_every_batch_need_no_new_plan(monkeypatch):
     model, learnt = Routed().double(), []
-    block = sys.modules["unsum.block"]
+    block = sys.modules["unsum.step.planner"]
     learn = block.learn
     monkeypatch.setattr(block, "learn", lambda *args, **options: learnt.append(1) or learn(*args, **options))
     for step in range(5):
@@ -449,7 +449,7 @@ def test_rows_that_go_elsewhere_in_every_batch_need_no_new_plan(monkeypatch):
 
 def test_one_sample_at_a_time_is_learnt_once(monkeypatch):
     model, learnt = mlp(), []
-    block = sys.modules["unsum.block"]
+    block = sys.modules["unsum.step.planner"]
     learn = block.learn
     monkeypatch.setattr(block, "learn", lambda *args, **options: learnt.append(1) or learn(*args, **options))
     for k in range(N):

@@ -13,7 +13,7 @@ import unsum
 from unsum.errors import SamplesError
 from unsum.kernels import constants, recorded
 from unsum.plan.memory import plans
-from unsum.step.backward import pool
+from unsum.step import pool
 from unsum.step.recordings import Digests
 
 TABLE = torch.randn(5, 3)

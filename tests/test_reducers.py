@@ -119,3 +119,58 @@ def test_a_subclass_that_takes_nothing_otherwise_is_served_as_its_parent():
         loss(model, x).backward()
     each = torch.cat([v.flatten(1) for v in per_sample_gradients(model, loss, x).values()], 1)
     assert g[Named].largest() == int(each.norm(dim=1).argmax())
+
+
+@pytest.mark.parametrize("method", ["take", "read"])
+def test_a_class_beside_the_reducer_may_take_in_its_own_way(method):
+    class Weights:
+        def take(self, name, factors):
+            if not name.endswith("bias"):
+                super().take(name, factors)
+
+    class Doubled:
+        def read(self, factors):
+            return 4 * super().read(factors)
+
+    class Mixed(Weights if method == "take" else Doubled, unsum.Norms):
+        pass
+
+    model = layers()
+    for _ in range(5):
+        x = torch.randn(N, T, WIDTH, dtype=torch.float64)
+        each = per_sample_gradients(model, loss, x)
+        with unsum.gradients(model, Mixed()) as g:
+            loss(model, x).backward()
+        own = {name: values for name, values in each.items() if method == "read" or not name.endswith("bias")}
+        norms = torch.cat([values.flatten(1) for values in own.values()], 1).norm(dim=1)
+        torch.testing.assert_close(g[Mixed].norms(), norms if method == "take" else 2 * norms)
+
+
+def test_a_backward_that_fails_is_taken_back_also_where_numbers_are_added_in_place():
+    class Total(Reading):
+        wants, power = "total", 2
+
+        def reset(self):
+            super().reset()
+            self.total, self.names = torch.zeros((), dtype=torch.float64), set()
+
+        def read(self, factors):
+            return factors.sq_norms()
+
+        def receive(self, names, value):
+            self.total += value.sum()
+            self.names.update(names)
+
+    model, x = layers(), torch.randn(N, T, WIDTH, dtype=torch.float64)
+    found = {}
+    for fails in (False, True, False):
+        with unsum.gradients(model, Total()) as g:
+            if fails:
+                handle = model[4].register_full_backward_hook(lambda *_: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    loss(model, x.clone().requires_grad_()).backward()
+                handle.remove()
+                assert float(g[Total].total) == 0 and not g[Total].names
+            loss(model, x).backward()
+        found.setdefault(fails, []).append(float(g[Total].total))
+    assert found[True][0] == pytest.approx(found[False][0]) == pytest.approx(found[False][1])

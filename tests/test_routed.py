@@ -23,7 +23,7 @@ from unsum.plan.memory import plans
 
 N, T, D, H, E, K = 4, 6, 8, 16, 5, 2
 
-block = sys.modules["unsum.block"]
+block = sys.modules["unsum.step.planner"]
 needs_grouped = pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped_mm")
 
 

@@ -12,7 +12,7 @@ import unsum
 from unsum.plan.signature import survey
 from unsum.plan.skeleton import _FOLLOWS, _SAYS, _VIEWS
 from unsum.seams import tensors
-from unsum.step.backward import deliver as grads
+from unsum.step import deliver as grads
 
 # ---- the signature --------------------------------------------------------------------------------------------------
 

@@ -215,4 +215,4 @@ def test_an_entry_that_is_wrong_is_found_by_values(fault, monkeypatch, caplog):
             torch.testing.assert_close(g[name].per_sample(), wanted)
     assert FAULTS[fault][0] in caplog.text
     with pytest.raises(UnsupportedError, match="table"), unsum.gradients(Turns().double(), strict=True) as g:
-        loss(g._names.model, x).backward()
+        loss(g.names.model, x).backward()

@@ -64,7 +64,7 @@ class GradientsBlock:
         self._forward = Forward(self._names, options.samples, self._sides, verify=options.verify)
         self._sides.rows = self._forward.rows
         self._setting = Setting(
-            self._sides, self._forward.rows, self._forward.seeds, self._forward.mismatch,
+            self._model, self._sides, self._forward.rows, self._forward.seeds, self._forward.mismatch,
             self._found.unique(), self._found.by_id, self._forward.module_of,
             exact=options.exact, rules=options.rules, strict=options.strict,
         )  # fmt: skip
@@ -163,6 +163,7 @@ class GradientsBlock:
             return None
         self._step = None
         seen = survey(roots_of(call), self._found.by_id)
+        self._forward.decide(call.roots, seen.nodes, self._found.by_id)
         known, calls = self._forward.find(seen.nodes)
         if self._tapping is not None and (tapped := self._tapping.begin(call, seen.nodes)) is not None:
             return self._begin_tapped(call, seen.nodes, tapped, calls)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from unsum.graph.layout import Layout, Regular, same
-from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered
+from unsum.graph.nodes import Edge, Node, below, ordered
 from unsum.graph.owners import Owners
 from unsum.learn.cut import Cut
 from unsum.learn.refusals import other_rows
@@ -34,7 +34,10 @@ def walk_by_evidence(
         told |= {node for node, owners in walked.owners.items() if owners is not None}
         walked.mixing = {node: above for node, above in walked.mixing.items() if node is above}
     for node, above in walked.mixed.items():
-        if node not in walked.mixing and any(under in told for under in ordered([node])):
+        if node in walked.mixing:
+            continue
+        under = ordered([node])
+        if any(each in told for each in under) or (setting.sides.is_blind and setting.may_hide_data(under, n)):
             walked.mixing[node] = above
     return walked
 
@@ -60,7 +63,7 @@ def agreeing(cut: Cut, n: int, setting: Setting) -> Cut:
     for k, layouts in enumerate(tried):
         starts = dict(zip(edges, layouts, strict=True))
         walked = walk_by_evidence(cut, starts, n, setting)
-        agrees = _agrees(walked, setting.rows)
+        agrees = _agrees(walked, setting)
         if agrees:
             return replace(cut, starts=starts)
         if agrees is None and apart is None and not walked.mixing:
@@ -71,25 +74,21 @@ def agreeing(cut: Cut, n: int, setting: Setting) -> Cut:
     raise other_rows()
 
 
-def _agrees(walked: Walked, rows: Rows) -> bool | None:
+def _agrees(walked: Walked, setting: Setting) -> bool | None:
     """Whether nodes that have saved rows of an input have the owners that these rows say; None if none has."""
-    found = [same(owner, said) for _, owner, said in with_rows(walked, rows)]
-    copies = [
-        rows.resembles(node, owners[0])
-        for node, owners in walked.owners.items()
-        if owners is not None and len(owners) == 1 and owners[0] is not None
-    ]
-    told = found + [each for each in copies if each is not None]
-    return all(told) if told else None
+    found = [same(owner, said) for _, owner, said in with_rows(walked, setting)]
+    return all(found) if found else None
 
 
-def with_rows(walked: Walked, rows: Rows) -> list[tuple[Node, Layout, Layout]]:
+def with_rows(walked: Walked, setting: Setting) -> list[tuple[Node, Layout, Layout]]:
     """The nodes that have saved rows of an input: whose they are, and what the rows say."""
     found = []
     for node, owners in walked.owners.items():
-        if owners is None or len(owners) != 1 or owners[0] is None or not any(is_leaf(c) for _, c, _ in below(node)):
+        if owners is None or len(owners) != 1 or owners[0] is None:
             continue
-        said = rows.owners(node, owners[0].shape)
+        if not any(setting.leads_to_parameters(child) for _, child, _ in below(node)):
+            continue
+        said = setting.rows.owners(node, owners[0].shape)
         if said is not None:
             found.append((node, owners[0], said))
     return found
@@ -99,7 +98,7 @@ def contradicts(cut: Cut, edge: Edge, owners: Layout, n: int, setting: Setting) 
     """Whether rows of inputs say that no dimension of this tensor is the samples'."""
     choices: list[Layout] = [Regular(owners.shape, n, dim, 1) for dim, size in enumerate(owners.shape) if size == n]
     walks = [walk_by_evidence(cut, {edge: layout}, n, setting) for layout in choices or [owners]]
-    return all(walked.mixing or _agrees(walked, setting.rows) is False for walked in walks)
+    return all(walked.mixing or _agrees(walked, setting) is False for walked in walks)
 
 
 def refuse_other_rows(node: Node, owners: Owners, rows: Rows) -> None:

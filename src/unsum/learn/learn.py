@@ -54,6 +54,7 @@ def learn(
     for operation, number, call in setting.sides.mixing:
         if call in calls and not setting.exact:
             raise interaction(operation, setting.module_of(number))
+    is_told = not known  # by the rows of inputs alone
     cut, known = _cut(roots, nodes, known, n, setting, marked=marked)
     cut, walked, audit = _judged(cut, n, setting, marked=marked)
     if setting.exact or not walked.mixing:
@@ -62,9 +63,11 @@ def learn(
         is_lasting = not walked.hidden and (audit is None or audit.is_complete)
         if not is_lasting:
             return plan, None
-        rows = [] if marked else with_rows(walked, setting.rows)
-        seen = {place[node] for node, _, _ in rows if setting.rows.are_given_to(node)} & plan.owned.keys()
-        return plan, _remembered(walked, place, nodes, setting, seen)
+        rows = [] if marked else [node for node, _, _ in with_rows(walked, setting) if place[node] in plan.owned]
+        given = [node for node in rows if setting.rows.are_given_to(node)]
+        by_copies = is_told and len(given) < len(rows)
+        seen = {place[node] for node in (rows if is_told else given)}
+        return plan, _remembered(walked, place, nodes, setting, seen, by_copies=by_copies)
     _refuse_named(walked, setting)
     return _by_values(roots, grads, nodes, cut, walked.mixing, n, setting, marked=marked), None
 
@@ -217,9 +220,16 @@ def _sweep(
 
 
 def _remembered(
-    walked: Walked, place: Mapping[Node, int], nodes: Sequence[Node], setting: Setting, rows: Collection[int]
+    walked: Walked,
+    place: Mapping[Node, int],
+    nodes: Sequence[Node],
+    setting: Setting,
+    rows: Collection[int],
+    *,
+    by_copies: bool,
 ) -> Judged:
     return Judged(
+        by_copies=by_copies,
         trail=None if setting.exact else trail(walked, place, nodes),
         rows=frozenset(rows),
         weights=frozenset(place[node] for node in walked.owners if not setting.may_be_data(node)),

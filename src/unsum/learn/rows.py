@@ -6,10 +6,11 @@ say whose the node's positions are.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +19,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from unsum.graph.layout import NOBODY, Layout, Regular, complete, mapped, regular, reshaped
 from unsum.graph.nodes import Node
 from unsum.graph.saved import saved_by
+from unsum.nested import leaves
 from unsum.seams.tensors import memory_number
 
 _CHOOSING = ("Index", "Gather", "Scatter", "Take", "Masked", "UnsafeIndex")  # by whole numbers
+# Functions that move numbers about; and such that change each by itself, or within a sample.
+_MOVES = {
+    "reshape", "view", "contiguous", "transpose", "permute", "t", "flip", "roll", "index_select", "__getitem__", "cat",
+    "concat", "stack", "repeat", "repeat_interleave", "expand", "expand_as", "unsqueeze", "squeeze", "flatten",
+    "unflatten", "narrow", "movedim", "swapaxes", "pad", "_pad", "tile", "take_along_dim", "gather", "rot90", "clone",
+}  # fmt: skip
+_KEEPS = {
+    "to", "float", "double", "half", "bfloat16", "long", "int", "type", "clone", "contiguous", "add", "sub", "mul",
+    "div", "true_divide", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "neg",
+    "clamp", "log", "log1p", "exp", "sqrt", "tanh", "abs", "relu", "sigmoid", "pow", "__pow__", "square", "layer_norm",
+    "type_as", "nan_to_num", "dropout", "masked_fill",
+}  # fmt: skip
 _MULTIPLY = ("Mm", "Addmm", "Bmm", "Baddbmm", "Addbmm", "Linear", "Mv", "Addmv", "MkldnnRnn", "CudnnRnn", "Addr")
 
 
@@ -46,6 +60,11 @@ class _Place:
     owners: Layout
     is_given: bool  # to the model, and not made of what was
     call: int  # the outermost call that it was given to
+    reading: int  # which of the ways in which that call may be read
+
+    @property
+    def n(self) -> int:
+        return self.owners.n if isinstance(self.owners, Regular) else int(self.owners.map.max()) + 1
 
     @property
     def end(self) -> int:
@@ -62,6 +81,12 @@ class _Place:
                 return None
             reach += (self.shape[d] - 1) * self.stride[d]
         return order[::-1]
+
+    def owners_of(self, view: Tensor) -> Tensor | None:
+        """The sample of every number of a view of this tensor; None where parts of it say nothing."""
+        if (tuple(view.shape), view.stride(), view.storage_offset()) == (self.shape, self.stride, self.offset):
+            return self.owners.owner().expand(self.shape)
+        return None if self.dims is None else self.owner_at(_addresses(view))
 
     def owner_at(self, addresses: Tensor) -> Tensor:
         """The sample of each address in this memory; NOBODY where the tensor has no number."""
@@ -82,53 +107,11 @@ class Rows:
 
     def __init__(self) -> None:
         self._places: dict[int, list[_Place]] = {}  # by the number of their memory
-        self._prints: list[tuple[int, Tensor]] = []  # of inputs: how many numbers a sample has, and sums over them
-        self.call = 0  # the outermost call under way
         self.asked: Collection[int] | None = None  # the calls of which it is asked; None: all
 
-    def take_prints(self, tensor: Tensor, owners: Layout) -> None:
-        """Remember an input by sums over each sample's numbers, to know copies of it."""
-        if isinstance(owners, Regular) and tensor.is_floating_point() and tensor.numel():
-            self._prints.append((tensor.numel() // owners.n, _sums(tensor, owners)))
-            del self._prints[:-16]
-
-    def by_prints(self, node: Node, shape: tuple[int, ...]) -> Layout | None:
-        """The layout of a node's output of this shape, if it has saved a copy of an input that fits just one."""
-        if not self._prints:
-            return None
-        found = [layout for n in {len(p) for _, p in self._prints} if n > 1 for layout in regular(shape, n)
-                 if self.resembles(node, layout)]  # fmt: skip
-        return found[0] if len(found) == 1 else None
-
-    def follow(self, tensor: Tensor, made: Tensor) -> None:
-        """A tensor was made of another of the same shape, number by number: it has the same rows."""
-        owners = self.of(tensor)
-        if owners is not None and tensor.shape == made.shape:
-            self.remember(made, owners, is_given=False)
-            self.take_prints(made, owners)
-
-    def resembles(self, node: Node, layout: Layout) -> bool | None:
-        """Whether a node has saved a copy of an input whose samples lie as the layout says; None if that cannot be
-        told."""
-        if not isinstance(layout, Regular):
-            return None
-        for tensor in saved_by(node):
-            shape = tuple(tensor.shape)
-            if not tensor.is_floating_point() or shape[: layout.dim + 1] != layout.shape[: layout.dim + 1]:
-                continue
-            if layout.dim >= _common(node, tensor.dim()):
-                continue
-            for count, wanted in self._prints:
-                if count * layout.n == tensor.numel() and len(wanted) == layout.n:
-                    found = _sums(tensor, Regular(shape, layout.n, layout.dim, layout.block))
-                    total = torch.isclose(found.sum(0), wanted.sum(0).to(found.device), rtol=1e-4, atol=1e-6).all()
-                    if bool(total):  # the same numbers
-                        return bool(torch.isclose(found, wanted.to(found.device), rtol=1e-4, atol=1e-6).all())
-        return None
-
-    def remember(self, tensor: Tensor, owners: Layout, *, is_given: bool = True) -> None:
-        """The owners of this tensor, in the call under way, are known."""
-        if tensor.layout != torch.strided or not tensor.numel() or self.holds(tensor):
+    def remember(self, tensor: Tensor, owners: Layout, call: int, reading: int = 0, *, is_given: bool = True) -> None:
+        """The owners of this tensor, in a call, are known: as it is read so, if it may be read in several ways."""
+        if tensor.layout != torch.strided or not tensor.numel() or self._holds(tensor, call, reading):
             return
         try:
             storage = StorageWeakRef(tensor.untyped_storage())
@@ -139,8 +122,56 @@ class Rows:
         there = self._places.setdefault(storage.cdata, [])
         offset, shape = int(tensor.storage_offset()), tuple(tensor.shape)
         size = tensor.element_size()
-        there.append(_Place(storage, shape, tensor.stride(), offset, size, owners, is_given, self.call))
+        there.append(_Place(storage, shape, tensor.stride(), offset, size, owners, is_given, call, reading))
         del there[:-64]
+
+    def _holds(self, tensor: Tensor, call: int, reading: int) -> bool:
+        there = self._places.get(memory_number(tensor), ())
+        return any((place.call, place.reading) == (call, reading) and _covers(place, tensor) for place in there)
+
+    def choose(self, call: int, reading: int) -> None:
+        """A call that could be read in several ways is to be read in this one."""
+        for there in self._places.values():
+            there[:] = [place for place in there if place.call != call or place.reading == reading]
+        self._places = {key: there for key, there in self._places.items() if there}
+
+    def follow(self, function: Any, name: str, args: Any, kwargs: Any, made: Tensor) -> None:
+        """A tensor was made of others, without a node. Where these are remembered, and the function moves numbers about
+        or changes each by itself, so is what was made: its owners are found by calling the function on theirs."""
+        if (name not in _MOVES and name not in _KEEPS) or made.layout != torch.strided or not made.numel():
+            return
+        readings: dict[tuple[int, int], _Known] = {}
+        given = [tensor for _, tensor in leaves((args, kwargs))]
+        for tensor in given:
+            for place in reversed(self._places.get(memory_number(tensor), ())):
+                known = readings.setdefault((place.call, place.reading), {})
+                if id(tensor) not in known and _covers(place, tensor):
+                    known[id(tensor)] = place, tensor
+        for (call, reading), known in readings.items():
+            layout = _made_of(function, name, args, kwargs, known, made) if known else None
+            if layout is not None:
+                self.remember(made, layout, call, reading, is_given=False)
+
+    def find_copies(self, given: Sequence[Tensor], nodes: Callable[[], Iterable[Node]]) -> None:
+        """A function was given these tensors and has made these nodes. Where a node has saved a copy of what is
+        remembered (a kernel wants it dense, or time first), the copy is remembered as well."""
+        known = [
+            (place, tensor)
+            for tensor in given
+            if tensor.grad_fn is None and tensor.is_floating_point() and tensor.dim() > 1
+            for place in self._places.get(memory_number(tensor), ())
+            if _covers(place, tensor)
+        ]
+        if not known:
+            return
+        for node in nodes():
+            for saved in saved_by(node):
+                if saved.requires_grad or not saved.is_contiguous() or memory_number(saved) in self._places:
+                    continue
+                for place, tensor in known:
+                    layout = _of_copy(place, tensor, saved)
+                    if layout is not None:
+                        self.remember(saved, layout, place.call, place.reading, is_given=False)
 
     def _place(self, tensor: Tensor) -> _Place | None:
         """Where a tensor that is remembered, and of which this is a view, lies: of the calls that are asked about, the
@@ -151,24 +182,12 @@ class Rows:
         asked = [place for place in there if self.asked is None or place.call in self.asked]
         return next((place for place in reversed(asked) if _covers(place, tensor)), None)
 
-    def drop(self, call: int) -> None:
-        """Forget what this call was given."""
-        for there in self._places.values():
-            there[:] = [place for place in there if place.call != call]
-        self._places = {key: there for key, there in self._places.items() if there}
-
     def forget(self) -> None:
         """Let go of everything."""
         self._places.clear()
-        self._prints.clear()
 
     def __bool__(self) -> bool:
         return bool(self._places)
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether all of this tensor is known of the call under way."""
-        there = self._places.get(memory_number(tensor), ())
-        return any(place.call == self.call and _covers(place, tensor) for place in there)
 
     def of(self, tensor: Tensor) -> Layout | None:
         """The owners of a tensor that is remembered, or of a view of all of it."""
@@ -255,12 +274,87 @@ def _as_a_whole(place: _Place, view: Tensor) -> Regular | None:
     return found if isinstance(found, Regular) else None
 
 
-def _sums(tensor: Tensor, owners: Regular) -> Tensor:
-    """(n, 2): for each sample, the sum of its numbers and that of their squares."""
-    values = tensor.detach().double().unflatten(owners.dim, (-1, owners.n, owners.block))
-    values = values.movedim(owners.dim + 1, 0).flatten(1)
-    return torch.stack([values.sum(1), values.square().sum(1)], 1)
-
-
 def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(prod(shape[k + 1 :]) for k in range(len(shape)))
+
+
+_Known = dict[int, tuple[_Place, Tensor]]  # arguments of a function that are remembered, by id: where, and themselves
+
+
+def _made_of(function: Any, name: str, args: Any, kwargs: Any, known: _Known, made: Tensor) -> Layout | None:
+    """The layout of what a function has made of remembered tensors; None if it is unclear."""
+    n = max(place.n for place, _ in known.values())
+    if name in _KEEPS and not (args and id(args[0]) in known):
+        return None
+    if name in _KEEPS:
+        layouts = [_as_a_whole(place, tensor) for place, tensor in known.values()]
+        whole = layouts[0]
+        if whole is not None and whole.shape == tuple(made.shape) and layouts.count(whole) == len(layouts):
+            return whole
+    owners = {key: place.owners_of(tensor) for key, (place, tensor) in known.items()}
+    if any(own is None for own in owners.values()):
+        return None
+    if name in _KEEPS and name not in _MOVES:  # number by number, or along dimensions within a sample
+        first, *others = owners.values()
+        assert first is not None
+        is_clear = first.shape == made.shape and all(own is not None and torch.equal(first, own) for own in others)
+        return _layout(first, n) if is_clear else None
+    found = _called_on(function, args, kwargs, owners, made)
+    return None if found is None else _layout(found, n)
+
+
+def _called_on(
+    function: Any, args: Any, kwargs: Any, owners: Mapping[int, Tensor | None], made: Tensor
+) -> Tensor | None:
+    """What a function that moves the numbers of its first argument about makes of their owners."""
+
+    def own(value: Any) -> Tensor:
+        known = owners.get(id(value))
+        # One more than each owner, so that what is filled up with zeros is nobody's.
+        return torch.zeros(value.shape, dtype=torch.long) if known is None else known.long() + 1
+
+    def here(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.cpu()
+        return type(value)(map(here, value)) if type(value) in (tuple, list) else value
+
+    first, *others = args or (None,)
+    moved = [first] if isinstance(first, Tensor) else list(first) if isinstance(first, tuple | list) else []
+    if not any(id(value) in owners for value in moved) or not all(isinstance(value, Tensor) for value in moved):
+        return None
+    numbers = {key: here(value) for key, value in kwargs.items() if key != "memory_format"}
+    try:
+        found = function(
+            own(first) if isinstance(first, Tensor) else list(map(own, moved)), *map(here, others), **numbers
+        )
+    except Exception:  # an argument that whole numbers cannot have
+        return None
+    fits = isinstance(found, Tensor) and found.shape == made.shape and found.dtype == torch.long
+    return found.int() - 1 if fits else None
+
+
+def _of_copy(place: _Place, tensor: Tensor, saved: Tensor) -> Layout | None:
+    """The layout of a tensor that a node has saved, if it is a copy of a remembered one, in the order of its numbers or
+    with the first two dimensions exchanged; None if it is not, or if both orders fit and differ in the owners."""
+    if saved.numel() != tensor.numel() or saved.dtype != tensor.dtype or saved.device != tensor.device:
+        return None
+    owners = place.owners_of(tensor)
+    if owners is None:
+        return None
+    found: list[Tensor] = []
+    for order in (lambda t: t, lambda t: t.transpose(0, 1)):
+        if torch.equal(order(tensor.detach()).reshape(saved.shape), saved):
+            found.append(order(owners).reshape(saved.shape))
+    if not found or not all(torch.equal(found[0], other) for other in found[1:]):
+        return None
+    return _layout(found[0], place.n)
+
+
+def _layout(owners: Tensor, n: int) -> Layout:
+    """The layout of a tensor whose numbers have these owners, of n samples."""
+    for layout in regular(tuple(owners.shape), n):
+        if layout.block in (1, layout.shape[layout.dim] // n):
+            wanted = layout.owner()
+            if torch.equal(wanted.expand(owners.shape), owners.to(wanted.dtype)):
+                return layout
+    return mapped(owners).narrowed()

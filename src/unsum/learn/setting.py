@@ -11,7 +11,7 @@ from unsum.graph.layout import Layout
 from unsum.graph.nodes import Edge, Node, below, is_leaf
 from unsum.graph.saved import memory_of, saved_by
 from unsum.learn.rows import Rows
-from unsum.learn.sides import Sides
+from unsum.learn.sides import Sides, counts
 
 _LOOKS = ("TBackward0", "TransposeBackward0", "ToCopyBackward0", "ViewBackward0", "PermuteBackward0")
 
@@ -20,6 +20,7 @@ _LOOKS = ("TBackward0", "TransposeBackward0", "ToCopyBackward0", "ViewBackward0"
 class Setting:
     """What a block knows of the forward, and what its user asked for."""
 
+    model: nn.Module
     sides: Sides
     rows: Rows
     seeds: Callable[[Sequence[Node]], Mapping[Edge, Layout]]  # places in a graph whose samples are known otherwise
@@ -47,12 +48,24 @@ class Setting:
             for tensor in saved_by(node)
         )
 
+    def may_hide_data(self, nodes: Sequence[Node], n: int) -> bool:
+        """Of a forward that was not watched: whether any of these nodes has saved something that may be data of n
+        samples: no parameter, no buffer, no positions, not computed with gradients, with a dimension that n divides."""
+        own = {memory_of(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
+        return any(
+            any(size % n == 0 for size in tensor.shape) and (tensor.is_floating_point() or not counts(tensor))
+            for node in nodes
+            if not is_leaf(node)
+            for tensor in saved_by(node)
+            if tensor.numel() > 1 and not tensor.requires_grad and memory_of(tensor) not in own
+        )
+
     def may_be_data(self, node: Node) -> bool:
         """Whether it was not seen that this node does not depend on data. Of a forward that was not watched, nothing
         was seen: what is no weight by its looks is data then."""
-        return self.is_data(node) or (self.sides.is_blind and not self._leads_to_parameters(node))
+        return self.is_data(node) or (self.sides.is_blind and not self.leads_to_parameters(node))
 
-    def _leads_to_parameters(self, node: Node) -> bool:
+    def leads_to_parameters(self, node: Node) -> bool:
         """Whether this is a parameter, turned, cast or viewed."""
         while not is_leaf(node):
             if len(nexts := below(node)) != 1 or node.name() not in _LOOKS:

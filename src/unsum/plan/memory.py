@@ -16,7 +16,6 @@ from unsum.plan.structure import Judged
 _KEPT = 128  # structures per model, and plans per structure
 
 _structures: weakref.WeakKeyDictionary[nn.Module, OrderedDict[Hashable, Structure]] = weakref.WeakKeyDictionary()
-_told: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, int]] = weakref.WeakKeyDictionary()
 _calls: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Calls]] = weakref.WeakKeyDictionary()
 
 
@@ -130,19 +129,6 @@ def forget_call(model: nn.Module, key: Hashable) -> None:
         del calls[key]
 
 
-def told_by(model: nn.Module, alike: Hashable) -> int | None:
-    """Which of the tensors that such calls are given has the samples, if what they returned has said so."""
-    return _told.get(model, {}).get(alike)
-
-
-def tell(model: nn.Module, alike: Hashable, which: int) -> None:
-    """What such a call has returned says which of the tensors that it was given has the samples."""
-    known = _told.setdefault(model, {})
-    if len(known) > 4 * _KEPT:
-        known.clear()
-    known[alike] = which
-
-
 def is_in_a_loop(model: nn.Module) -> bool:
     """Whether any call of the model need not be watched again."""
     return any(
@@ -158,5 +144,5 @@ def watch_again(model: nn.Module) -> None:
 
 def forget(model: nn.Module) -> None:
     """Forget all plans of a model."""
-    for memory in (_structures, _calls, _told):
+    for memory in (_structures, _calls):
         memory.pop(model, None)

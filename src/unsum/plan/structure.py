@@ -35,6 +35,7 @@ class Judged:
     nobodys: frozenset[int]  # that have no owners
     silent: frozenset[int]  # at which values decide, in every batch
     rows: frozenset[int]  # that have saved rows of an input, which say whose they are as well
+    by_copies: bool  # whether some of these are copies of inputs, which are known only where the forward is watched
     moved: dict[tuple[int, int], str]  # edges at which indices decide, and which layout they led to
     trail: Trail | None  # how the table goes through it; None if values must be asked
     skips: dict[frozenset[str], frozenset[str]] = field(default_factory=dict)  # which gradients torch need not compute

@@ -42,11 +42,14 @@ class Reduction:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """A subclass that takes factors in its own way is not served as its parent is, unless it says so itself."""
         super().__init_subclass__(**kwargs)
-        own = vars(cls)
-        if not own.keys().isdisjoint(("take", "read", "receive")):
-            for name, value in (("wants", None), ("sums", False), ("tap", Reduction.tap)):
-                if name not in own:
-                    setattr(cls, name, value)
+
+        def said_in(name: str) -> int:
+            return next((k for k, each in enumerate(cls.__mro__) if name in vars(each)), len(cls.__mro__))
+
+        takes = min(map(said_in, ("take", "read", "receive")))  # perhaps in a class beside the reducer
+        for name, value in (("wants", None), ("sums", False), ("tap", Reduction.tap)):
+            if takes < said_in(name):
+                setattr(cls, name, value)
 
     def tap(self, parameters: Mapping[str, nn.Parameter]) -> Tap | None:
         """How the numbers leave a compiled model; None if they do not: then the model runs eagerly in the block."""
@@ -71,10 +74,12 @@ class Reduction:
 
     def save(self) -> dict[str, Any]:
         """What is held now, for `restore` if the backward that begins fails."""
-        return {name: _copied(value) for name, value in vars(self).items()}
+        is_ours = type(self).__module__.startswith("unsum.reducers")  # which change no tensor in place
+        return {name: _copied(value, tensors=not is_ours) for name, value in vars(self).items()}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Forget what came since `save`."""
+        vars(self).clear()
         vars(self).update(saved)
 
     def select(self, calls: frozenset[int], positions: int | None) -> None:
@@ -120,11 +125,15 @@ class Reduction:
         return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _copied(value: Any) -> Any:
-    """Containers are copied, tensors are not: they are never changed in place here."""
+def _copied(value: Any, *, tensors: bool) -> Any:
+    """Containers are copied; tensors only if they may be changed in place."""
     if isinstance(value, dict):
-        return {key: _copied(held) for key, held in value.items()}
-    return list(value) if isinstance(value, list) else value
+        return {key: _copied(held, tensors=tensors) for key, held in value.items()}
+    if isinstance(value, Tensor):
+        return value.clone() if tensors else value
+    if type(value) in (list, set, tuple) and tensors:
+        return type(value)(_copied(held, tensors=tensors) for held in value)
+    return list(value) if isinstance(value, list) else set(value) if isinstance(value, set) else value
 
 
 class Reading(Reduction, ABC):

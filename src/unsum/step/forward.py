@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,11 +20,12 @@ from unsum.learn.rows import Rows
 from unsum.learn.sides import Sides
 from unsum.nested import leaves
 from unsum.plan import memory
-from unsum.plan.memory import Seen, told_by
+from unsum.plan.memory import Seen
 from unsum.plan.signature import flags, sizes_of
 from unsum.seams.nodes import next_number, outputs_of
 from unsum.sites import Names
 from unsum.step.known import KnownTensors
+from unsum.step.reading import Reading, chosen, forget, goes_through, readings, tell, told_by
 from unsum.step.verify import Verification
 
 
@@ -46,6 +47,25 @@ class Made:
     positions: int | None  # how many tokens each of them has, if it was given tokens
 
 
+@dataclass(eq=False)
+class _Begun:
+    """An outermost call that has begun."""
+
+    call: int
+    ways: list[Reading]  # in which it may be read
+    alike: Hashable  # what such calls have in common, whatever the sizes
+    rest: tuple[Hashable, ...]  # its name and flags
+    sizes: tuple[tuple[int, ...], ...]  # of what it was given
+    positions: int | None  # how many tokens each sample has, if it was given tokens
+    are_data: list[bool] = field(default_factory=list)  # whether it was given any data, read in each way
+    outputs: list[tuple[bool, ...]] = field(default_factory=list)  # which of them may have samples, read in each way
+    is_whole: bool = False  # whether it has returned
+
+    def key(self, n: int | None) -> Hashable:
+        """What such calls are remembered by."""
+        return *self.rest, n == 1
+
+
 class Forward:
     """Follows the calls of a model's modules."""
 
@@ -62,10 +82,10 @@ class Forward:
         self._starts: list[tuple[str, int]] = []
         self._spans: list[tuple[int, int, str]] = []  # which nodes each module call has made: from, to, name
         self._numbers = itertools.count()
-        self._key: Hashable = None
-        self._given: Hashable = ()  # the sizes of what the call under way was given
-        self._tensors: Sequence[Tensor] = []  # that it was given
-        self._alike: Hashable = None  # what such calls have in common, whatever the sizes
+        self._under_way: _Begun | None = None
+        self._undecided: _Begun | None = None  # the last call, as long as it is not known how it is to be read
+        self._returned = KnownTensors()  # what it has returned
+        self._doubted: dict[int, Hashable] = {}  # calls that return as many rows as another tensor has
         self._shapes = ""
         self._watching = False
         self._seen: Seen | None = None
@@ -87,22 +107,32 @@ class Forward:
         if any(tensor.is_nested for tensor in given):
             self._starts.clear()
             raise nested(name or "the model")
-        dim = self._samples if isinstance(self._samples, sample_maps.Dim) else None
-        kind, k = dim or sample_maps.Ids, dim.k if dim else 0
-        self._tensors = given
-        self._alike = name, kind, tuple([(t.dim(), t.dtype) for t in given])
-        self._n = _number(given, k, told_by(self._model, self._alike))
-        self._key = name, kind, flags(self._modules, self._parameters, given), self._n == 1
-        self._given = sizes_of(given)
-        self._seen = None if anew else memory.known_call(self._model, self._key, self._given)
+        self._settle()
+        self._call = next(self._numbers)
+        self._under_way = begun = self._begun(name, given)
+        n = begun.ways[0].n if len(begun.ways) == 1 else None
+        self._seen = None
+        if not anew and len(begun.ways) < 2:
+            self._seen = memory.known_call(self._model, begun.key(n), begun.sizes)
         self._watch(self._seen is None)
         self.passes = self._seen is not None
         self._shapes = ", ".join(str(tuple(t.shape)) for t in given)
-        self._call = self.rows.call = next(self._numbers)
-        self._sides.begin(self._call)
-        if not self._is_data(given, is_whole=name == ""):
-            self._n = None  # positions, say: what comes of them belongs to nobody
-        self._note(Made(self._count(), _positions(given) if dim and k == 0 else None))
+        self._sides.begin(self._call, len(begun.ways))
+        for k, way in enumerate(begun.ways):
+            begun.are_data.append(self._take_in(given, way, k, is_whole=name == ""))
+        self._n = n if begun.are_data and begun.are_data[0] else None  # positions, say: nobody's
+        self._note(Made(self._count(), begun.positions))
+
+    def _begun(self, name: str, given: Sequence[Tensor]) -> _Begun:
+        """What is known of a call that begins."""
+        dim = self._samples if isinstance(self._samples, sample_maps.Dim) else None
+        k = dim.k if dim else 0
+        alike = name, dim, tuple([(t.dim(), t.dtype) for t in given])
+        rest = name, dim or sample_maps.Ids, flags(self._modules, self._parameters, given)
+        ways = readings(given, k, told_by(self._model, alike))
+        if dim is None:
+            ways = ways[:1]
+        return _Begun(self._call, ways, alike, rest, sizes_of(given), _positions(given) if dim and k == 0 else None)
 
     def look(self, name: str, args: Any, kwargs: Any) -> Look:
         """What an outermost call is like, if samples lie along a dimension of what it is given."""
@@ -110,10 +140,9 @@ class Forward:
         rest = flags(self._modules, self._parameters, given)
         if self._starts or not isinstance(self._samples, sample_maps.Dim):
             return Look(None, (), None, None)
-        k = self._samples.k
-        alike = name, self._samples, tuple([(t.dim(), t.dtype) for t in given])
-        n = _number(given, k, told_by(self._model, alike))
-        return Look((k, rest), sizes_of(given), n, _positions(given) if k == 0 else None)
+        begun = self._begun(name, given)
+        n = begun.ways[0].n if len(begun.ways) == 1 else None
+        return Look((self._samples.k, rest), begun.sizes, n, begun.positions)
 
     def unwatch(self) -> None:
         """A call whose graph is known begins."""
@@ -163,26 +192,30 @@ class Forward:
         """Whether the model is being run again, for `verify=True`."""
         return self.verification is not None and self.verification.is_running
 
-    def _is_data(self, given: Sequence[Tensor], *, is_whole: bool) -> bool:
-        """Whether any of these is data; if so, its rows are remembered. `is_whole`: the model itself is called."""
-        owners = [self._samples.owners(tuple(tensor.shape), self._n) for tensor in given]
+    def _take_in(self, given: Sequence[Tensor], way: Reading, reading: int, *, is_whole: bool) -> bool:
+        """Whether any of the given tensors is data, if the call is read so; if so, its rows are remembered. `is_whole`:
+        the model itself is called."""
+        owners = [self._samples.owners(tuple(tensor.shape), way.n) for tensor in given]
+        if isinstance(self._samples, sample_maps.Dim):
+            owners = [layout if k in way.members else None for k, layout in enumerate(owners)]
         if self._seen is None:
             for tensor, layout in zip(given, owners, strict=True):
-                has_samples = layout is not None or self._is_flattened(tensor)
-                self._sides.given(tensor, has_samples=has_samples, is_first=is_whole and tensor is given[0])
+                has_samples = layout is not None or _is_flattened(tensor, way.n)
+                is_first = is_whole and tensor is given[0]
+                self._sides.given(tensor, has_samples=has_samples, is_first=is_first, world=reading)
+        first = given[min(way.members)].shape if way.members else None
         for tensor, layout in zip(given, owners, strict=True):
-            is_data = self._sides.is_given_data([tensor]) if self._seen is None else self._seen.is_data
-            is_clear = tensor.shape == given[0].shape or sum(size == self._n for size in tensor.shape) == 1
-            if layout is not None and is_data and is_clear and not self.rows.holds(tensor):
-                self.rows.remember(tensor, layout)
-                if self._seen is None:
-                    self.rows.take_prints(tensor, layout)
-        return self._seen.is_data if self._seen is not None else not given or self._sides.is_given_data(given)
-
-    def _is_flattened(self, tensor: Tensor) -> bool:
-        """Whether this may be rows of all samples after each other: the patches of images."""
-        rows = tensor.shape[0] if tensor.dim() > 1 and tensor.is_floating_point() else 0
-        return bool(self._n and rows > self._n and rows % self._n == 0 and rows != tensor.shape[1])
+            is_clear = tensor.shape == first or sum(size == way.n for size in tensor.shape) == 1
+            if layout is None or not is_clear:
+                continue
+            if self._seen is not None and not self._seen.is_data:
+                continue
+            if self._seen is None and not self._sides.is_given_data([tensor], reading):
+                continue
+            self.rows.remember(tensor, layout, self._call, reading)
+        if self._seen is not None:
+            return self._seen.is_data
+        return not given or self._sides.is_given_data(given, reading)
 
     def open(self) -> None:
         """A block begins. What it computes is watched until a forward is known."""
@@ -192,8 +225,9 @@ class Forward:
         """Let go of everything."""
         self._watch(False)
         self.passes = False
-        self._known.clear()
-        self._others.clear()
+        for known in (self._known, self._others, self._returned):
+            known.clear()
+        self._undecided = None
         self._spans.clear()
         self._starts.clear()
         self.rows.forget()
@@ -241,53 +275,100 @@ class Forward:
         if self.verification is not None:
             self.verification.ask(output, self._count())
         tensors = [tensor for _, tensor in leaves(output)]
-        given, self._tensors = self._tensors, []
-        self._reconsider(given, tensors)
-        outputs = tuple(self._has_samples(k, tensor) for k, tensor in enumerate(tensors))
-        for tensor, has_samples in zip(tensors, outputs, strict=True):
-            owners = self._samples.owners(tuple(tensor.shape), self._n)
-            if owners is not None and has_samples:
-                self.know(tensor, owners, call)
-            elif owners is not None and self._seen is not None and tensor.grad_fn is not None:
-                self._others.add(tensor, owners, call)
+        begun, self._under_way = self._under_way, None
+        assert begun is not None
+        begun.is_whole = output is not None
+        for which in range(max(len(begun.ways), 1)):
+            begun.outputs.append(tuple(self._has_samples(k, tensor, which) for k, tensor in enumerate(tensors)))
+        for way, outputs in zip(begun.ways, begun.outputs, strict=False):
+            for tensor, has_samples in zip(tensors, outputs, strict=True):
+                owners = None if tensor.grad_fn is None else self._samples.owners(tuple(tensor.shape), way.n)
+                if owners is None:
+                    if has_samples and len(begun.ways) == 1:
+                        self._doubt(begun, tensor)
+                elif len(begun.ways) > 1:
+                    if has_samples:
+                        self._returned.add(tensor, owners, call)
+                elif has_samples and (self._n is not None or self._samples.ids is not None):
+                    self.know(tensor, owners, call)
+                elif self._seen is not None:
+                    self._others.add(tensor, owners, call)
         if self._seen is not None:
             self._unwatched.add(call)
-        seen = self._seen or Seen(self._n is not None, outputs)
-        self._found[call] = self._key, self._given, seen
-        if self._seen is None and output is not None and call not in self._unwatched:
-            memory.meet_call(self._model, self._key, seen)
+        if len(begun.ways) > 1:
+            self._undecided = begun
+        else:
+            self._end(begun, 0)
 
-    def _reconsider(self, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Which of the given tensors has the samples is a guess as long as they differ in size: what the model returns
-        says it. If the guess was wrong, the call counts as one that was not watched, since another tensor was."""
-        if not isinstance(self._samples, sample_maps.Dim) or self._n is None:
+    def _doubt(self, begun: _Begun, tensor: Tensor) -> None:
+        """A call that was read in the one way that earlier ones have told returns this tensor: perhaps with the rows of
+        another one that it was given."""
+        if not isinstance(self._samples, sample_maps.Dim) or tensor.dim() <= (k := self._samples.k):
             return
-        k = self._samples.k
-        returned = {t.shape[k] for t in outputs if t.grad_fn is not None and t.dim() > k}
-        sizes = [t.shape[k] if t.dim() > k else -1 for t in given]
-        if len(set(sizes)) == 1 or not returned:
-            return
-        if self._n not in returned:
-            better = next((size for size in sizes if size in returned), None)
-            if better is None:
-                return
-            self._n = better
-            self.rows.drop(self._call)
-            for tensor in given:
-                owners = self._samples.owners(tuple(tensor.shape), better)
-                if owners is not None and self._sides.is_no_weight(tensor):
-                    self.rows.remember(tensor, owners)
-            self._note(Made(better, self.made[self._call].positions))
-            self._seen = None
-            self._unwatched.add(self._call)
-        memory.tell(self._model, self._alike, sizes.index(self._n))
+        size = int(tensor.shape[k])
+        if size != begun.ways[0].n and any(len(sizes) > k and sizes[k] == size for sizes in begun.sizes):
+            owners = self._samples.owners(tuple(tensor.shape), size)
+            assert owners is not None
+            self._returned.add(tensor, owners, begun.call)
+            self._doubted[begun.call] = begun.alike
 
-    def _has_samples(self, place: int, tensor: Tensor) -> bool:
+    def _end(self, begun: _Begun, which: int) -> None:
+        """A call is over, and it is known how it is to be read."""
+        n = self.made[begun.call].n if begun.ways else None
+        if begun.ways and isinstance(self._samples, sample_maps.Dim):
+            tell(self._model, begun.alike, begun.ways[which])
+        is_known = begun.call in self._unwatched
+        seen = self._seen if is_known and self._seen is not None else Seen(n is not None, begun.outputs[which])
+        key = begun.key(begun.ways[which].n if begun.ways else None)
+        self._found[begun.call] = key, begun.sizes, seen
+        if not is_known and begun.is_whole:
+            memory.meet_call(self._model, key, seen)
+
+    def decide(self, roots: Sequence[Any], nodes: Sequence[Node], names: Mapping[int, str]) -> None:
+        """A backward from these roots begins: if the last call can be read in several ways, the outputs that the loss
+        goes through say in which. Refuses by raising where they do not."""
+        begun = self._undecided
+        if begun is None:
+            self._refuse_other_roles(roots, nodes, names)
+            return
+        found = {edge: each.owners for edge, each in self._returned.find(nodes).items() if each.call == begun.call}
+        is_marked = self._known.has_marks(nodes)  # then the user has said whose it is
+        self._choose(begun, 0 if is_marked else chosen(begun.ways, roots, found, names, self._sides.is_weight))
+
+    def _refuse_other_roles(self, roots: Sequence[Any], nodes: Sequence[Node], names: Mapping[int, str]) -> None:
+        """Raise where a call was read as earlier ones were, and what the loss uses of it has the rows of another tensor
+        that it was given."""
+        others = self._returned.find(nodes) if self._doubted else {}
+        returned = {edge: each.owners for edge, each in others.items()}
+        if others and not self._known.find(nodes) and goes_through(roots, returned, names, self._sides.is_weight):
+            forget(self._model, self._doubted.get(next(iter(others.values())).call))
+            raise SamplesError(
+                "the samples were those of another of the tensors that the model is given, in earlier calls, than what "
+                "it returns now says.\n  call it again: it is read anew"
+            )
+
+    def _settle(self) -> None:
+        """Another call begins: the last one is read as its outputs say, or else as the first tensor says."""
+        if (begun := self._undecided) is not None:
+            sizes = self._returned.numbers(begun.call)
+            fitting = [k for k, way in enumerate(begun.ways) if way.n in sizes]
+            self._choose(begun, fitting[0] if len(fitting) == 1 else 0)
+
+    def _choose(self, begun: _Begun, which: int) -> None:
+        self._undecided = None
+        n = begun.ways[which].n if begun.are_data[which] else None
+        self._sides.choose(which)
+        self.rows.choose(begun.call, which)
+        self.made[begun.call] = Made(n, begun.positions)
+        self._returned.hand_over(self._known, begun.call, n)
+        self._end(begun, which)
+
+    def _has_samples(self, place: int, tensor: Tensor, way: int) -> bool:
         if tensor.grad_fn is None:
             return False
         if self._seen is not None and place < len(self._seen.outputs):
             return self._seen.outputs[place]
-        return not self._sides.is_weight(tensor.grad_fn)  # a weight that the model returns belongs to nobody
+        return not self._sides.is_shared(tensor.grad_fn, way)  # a weight that the model returns belongs to nobody
 
     def _count(self) -> int | None:
         ids = self._samples.ids
@@ -325,7 +406,7 @@ class Forward:
                     found[node, 0] = owners
             elif len(outputs_of(node)) == 1:
                 shape = tuple(outputs_of(node)[0].shape)
-                owners = self.rows.owners(node, shape) or self.rows.by_prints(node, shape)
+                owners = self.rows.owners(node, shape)
                 if owners is not None:
                     found[node, 0] = owners
         return found
@@ -361,24 +442,10 @@ class Forward:
         return ""
 
 
-def _number(given: Sequence[Tensor], k: int, told: int | None) -> int | None:
-    """How many samples there are: the size of that dimension of the tensor that told it before, or else of the first
-    that has it. But one row is no batch where more of the tensors have another number of rows (positions come first,
-    say); and where the first may be rows of all samples after each other (patches of images), and token ids say how
-    many samples, they are right. What the model returns is asked afterwards."""
-    if told is not None and told < len(given) and given[told].dim() > k:
-        return int(given[told].shape[k])
-    sizes = [t.shape[k] for t in given if t.dim() > k]
-    if not sizes:
-        return None
-    n: int = sizes[0]
-    if n == 1:
-        n = max(dict.fromkeys(sizes), key=sizes.count)  # the first of those that are as many
-    first = next(t for t in given if t.dim() > k)
-    ids = [t.shape[k] for t in given if t.dim() == 2 and not t.is_floating_point() and t.shape[0] != t.shape[1]]
-    if k == 0 and first.is_floating_point() and len(ids) > 1 and len(set(ids)) == 1 and 0 < ids[0] < n:
-        return ids[0] if n % ids[0] == 0 else n
-    return n
+def _is_flattened(tensor: Tensor, n: int) -> bool:
+    """Whether this may be rows of all samples after each other: the patches of images."""
+    rows = tensor.shape[0] if tensor.dim() > 1 and tensor.is_floating_point() else 0
+    return bool(n and rows > n and rows % n == 0 and rows != tensor.shape[1])
 
 
 def _positions(given: Sequence[Tensor]) -> int | None:

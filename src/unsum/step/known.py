@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from unsum.graph.layout import Layout
+from unsum.graph.layout import Layout, Regular
 from unsum.graph.nodes import Edge, Node, is_leaf
 from unsum.seams.nodes import Token, number_of, outputs_of, token
 
@@ -64,6 +64,26 @@ class KnownTensors:
             if len(found) == len(alive):  # as a rule near the roots: the model's output
                 break
         return found
+
+    def has_marks(self, nodes: Sequence[Node]) -> bool:
+        """Whether the user has marked any of these."""
+        return any(entry.marked for entry in self._known.values()) and any(
+            entry.marked for entry in self.find(nodes).values()
+        )
+
+    def numbers(self, call: int) -> set[int]:
+        """How many samples what a call has returned has, by its sizes."""
+        return {
+            each.owners.n for each in self._known.values() if each.call == call and isinstance(each.owners, Regular)
+        }
+
+    def hand_over(self, other: KnownTensors, call: int, n: int | None) -> None:
+        """What a call has returned is known, if it has n samples; the rest is forgotten."""
+        for key, each in list(self._known.items()):
+            if each.call == call:
+                del self._known[key]
+                if isinstance(each.owners, Regular) and each.owners.n == n:
+                    other._known[key] = each
 
     def clear(self) -> None:
         """Forget all."""

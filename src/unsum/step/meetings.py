@@ -154,6 +154,8 @@ class Run:
 
     def _owned(self, place: int, grads: Grads) -> None:
         node, owners = self._nodes[place], self.plan.owned[place]
+        if all(grad is None or not grad.numel() for grad in grads):
+            return  # an expert that no row was sent to, say
         for grad, layout in zip(grads, owners, strict=True):
             if grad is None or not grad.numel():
                 continue

@@ -70,7 +70,7 @@ class Planner:
             nodes = structure.plan.in_order(seen.nodes)
             plan = self._derive(structure, seen, nodes, known, n)
             if plan is not None:
-                forward.learnt(None if self._saved.is_needed else key, made)
+                self._told(key, made, structure.judged)
                 return Planned(plan, nodes, calls, is_checked=not setting.rules)
         if structure is not None or not forward.was_watched(made):  # whatever comes of it
             forward.always_watch(made)
@@ -85,8 +85,14 @@ class Planner:
                 remember(self._model, key, structure)
             if not judged.is_dynamic:
                 structure.keep(Sizes(seen.signature, (n, *known.values())), plan)
-        forward.learnt(key if plan.lasting and not self._saved.is_needed else None, made)
+        self._told(key if plan.lasting else None, made, judged)
         return Planned(plan, nodes, calls, is_checked=True, unproven=key if is_new else None)
+
+    def _told(self, key: Hashable | None, made: frozenset[int], judged: Judged | None) -> None:
+        """The graph of these calls has this structure."""
+        if judged is not None and judged.by_copies:
+            self._forward.always_watch(made)
+        self._forward.learnt(None if self._saved.is_needed else key, made)
 
     def _learn(
         self, call: seams.Backward, nodes: Sequence[Node], known: Mapping[Edge, Layout], n: int, made: frozenset[int]

@@ -1,0 +1,112 @@
+"""Which of the tensors that a model is given has the samples.
+
+Where all of them agree in the size of the samples' dimension, there is one way to read a call. Where they differ (a
+mask, class embeddings that all samples share, positions), there are several: what the model returns, and the loss goes
+through, says which is right; for a model that returns its loss alone, it is the first. What was found out holds for
+later calls with arguments of the same kinds.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from unsum.errors import SamplesError
+from unsum.graph.layout import Layout, Regular
+from unsum.graph.nodes import Edge
+from unsum.learn.cut import find_cut, parameters_met_outside
+
+_KEPT = 512
+_WAYS = 4  # in which a call is read at most
+_told: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Told]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Told:
+    """What earlier calls have told."""
+
+    teller: int  # which of the tensors has the samples
+    members: frozenset[int]  # those that had as many rows in every call
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A way to read a call."""
+
+    n: int
+    members: frozenset[int]  # the tensors that have n samples
+
+
+def readings(given: Sequence[Tensor], k: int, told: Told | None) -> list[Reading]:
+    """The ways to read a call that was given these tensors, the likely ones first."""
+    sizes = [int(t.shape[k]) if t.dim() > k else -1 for t in given]
+    if told is not None and told.teller < len(sizes) and sizes[told.teller] >= 0:
+        n = sizes[told.teller]
+        return [Reading(n, frozenset(i for i in told.members if sizes[i] == n))]
+    distinct = [size for size in dict.fromkeys(sizes) if size >= 0]
+    return [Reading(n, frozenset(i for i, size in enumerate(sizes) if size == n)) for n in distinct[:_WAYS]]
+
+
+def told_by(model: nn.Module, alike: Hashable) -> Told | None:
+    """What such calls have told before."""
+    return _told.get(model, {}).get(alike)
+
+
+def tell(model: nn.Module, alike: Hashable, reading: Reading) -> None:
+    """A call was read so. (Of one sample nothing follows: any tensor may have one row.)"""
+    if reading.n < 2 or not reading.members:
+        return
+    known = _told.setdefault(model, {})
+    if len(known) > _KEPT:
+        known.clear()
+    before = known.get(alike)
+    if before is None:
+        known[alike] = Told(min(reading.members), reading.members)
+    elif before.members - reading.members:
+        known[alike] = Told(before.teller, before.members & reading.members)
+
+
+def forget(model: nn.Module, alike: Hashable) -> None:
+    """What was told of such calls is no longer so."""
+    _told.get(model, {}).pop(alike, None)
+
+
+def goes_through(
+    roots: Sequence[Any], returned: Mapping[Edge, Layout], names: Mapping[int, str], is_weight: Callable[[Any], bool]
+) -> list[Layout]:
+    """The topmost of these outputs, if the loss goes through them entirely: no parameter meets data beside them."""
+    cut = find_cut(roots, returned, lambda node: False)
+    return [] if parameters_met_outside(cut, names, is_weight) else list(cut.starts.values())
+
+
+def chosen(
+    ways: Sequence[Reading],
+    roots: Sequence[Any],
+    returned: Mapping[Edge, Layout],
+    names: Mapping[int, str],
+    is_weight: Callable[[Any], bool],
+) -> int:
+    """In which of these ways a call is to be read, from the outputs that lie between it and the loss. Refuses by
+    raising where that cannot be told."""
+
+    def top(own: Mapping[Edge, Layout]) -> set[int]:
+        return {layout.n for layout in goes_through(roots, own, names, is_weight) if isinstance(layout, Regular)}
+
+    numbers = [way.n for way in ways]
+    found = top(returned)
+    if len(found) != 1:
+        apart = {n: {e: o for e, o in returned.items() if isinstance(o, Regular) and o.n == n} for n in numbers}
+        found = {n for n, own in apart.items() if own and top(own)}
+    if len(found) == 1:
+        return numbers.index(found.pop())
+    if found or numbers[0] == 1:
+        raise SamplesError(
+            f"cannot tell whose gradient this is: the model was given tensors with {', '.join(map(str, numbers))} "
+            "rows, and what it returns does not say which of them are the samples.\n  unsum.mark_samples(losses) says "
+            "it, or samples=torch.arange(n)"
+        )
+    return 0

@@ -1,0 +1,252 @@
+"""Models that return their loss alone, or scale, sort and turn their inputs first: whose a row is follows from what the
+model does with its inputs in this very step, never from sums that agree or from the step before."""
+
+import pytest
+import torch
+from reference import each_of
+from torch import nn
+from torch.nn import functional as F
+
+import unsum
+from one_by_one import step
+from unsum.errors import InteractionError, UnsumError
+
+D = 4
+
+
+@pytest.fixture(autouse=True)
+def _doubles():
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def assert_both(model, loss, *batch, engine="auto"):
+    """Blocks of both kinds, against each row run alone; `loss(*batch)` is a sum over rows."""
+    each = each_of(model, (loss(*(t[i : i + 1] for t in batch)) for i in range(len(batch[0]))))
+    for kind in ("norms", "kept"):
+        step(model, lambda: loss(*batch), each, kind, engine=engine)
+
+
+class Alone(nn.Module):
+    """A loss alone, of inputs that were changed by a function of the caller's choice."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.a, self.b, self.change = nn.Linear(D, D), nn.Linear(D, 2), change
+
+    def forward(self, *given):
+        return self.b(torch.tanh(self.a(self.change(*given)))).square().sum()
+
+
+@pytest.mark.parametrize("engine", ["auto", "graph"])
+@pytest.mark.parametrize("first", [[5, 5, 5], [2, 5, 3]])
+def test_samples_that_are_sorted_inside(first, engine):
+    class Sorted(Alone):
+        def forward(self, x, lengths):
+            order = lengths.argsort(descending=True, stable=True)
+            scores = self.b(torch.tanh(self.a(self.change(x[order]))))
+            return (scores.square().sum(-1) * (torch.arange(x.shape[1]) < lengths[order][:, None])).sum()
+
+    for change in (lambda x: x, lambda x: x / 2, lambda x: x.clone()):
+        model = Sorted(change)
+        for lengths in (first, [2, 5, 3], [1, 2, 5], [5, 5, 5], [3, 2, 1]):
+            assert_both(model, model, torch.randn(3, 5, D), torch.tensor(lengths), engine=engine)
+
+
+@pytest.mark.parametrize("inputs", ["one-hot", "equal rows", "zeros and ones"])
+def test_rows_that_look_alike_are_not_told_by_their_looks(inputs):
+    order = torch.tensor([2, 0, 1])
+    model = Alone(lambda x: x[order] if len(x) == 3 else x)
+    for _ in range(4):
+        x = {
+            "one-hot": F.one_hot(torch.randperm(D)[:3], D).double(),
+            "equal rows": torch.randn(1, D).repeat(3, 1),
+            "zeros and ones": torch.randint(2, (3, D)).double(),
+        }[inputs]
+        assert_both(model, model, x)
+
+
+TURNS = {
+    "as it is": lambda x, k: x / 2,
+    "other rows": lambda x, k: (x / 2)[torch.arange(len(x)).roll(k)],
+    "turned over": lambda x, k: (x / 2).transpose(0, 1).contiguous(),
+    "flipped": lambda x, k: x.flip(0) * 2,
+    "twice": lambda x, k: torch.cat([x, x]) if k % 2 else torch.cat([x, -x], 1),
+    "padded": lambda x, k: F.pad(x, (0, 0, 1, k)),
+    "stacked": lambda x, k: torch.stack([x, x + 1], 1 + k % 2),
+}
+
+
+@pytest.mark.parametrize("square", [True, False])
+def test_what_is_done_with_inputs_changes_from_step_to_step(square):
+    """Without a node in the graph, whatever is done to them; n is the length, or it is not."""
+    ways = list(TURNS.values())
+
+    class Changing(Alone):
+        def forward(self, x):
+            return super().forward(x)
+
+    current = [ways[0]]
+    model = Changing(lambda x: current[0](x, 1))
+    for k in range(30):
+        current[0] = ways[(3 * k) % len(ways)]
+        model.change = lambda x, k=k: current[0](x, k)
+        n, t = (4, 4) if square else (3, 5)
+        assert_both(model, model, torch.randn(n, t, D))
+
+
+class Classes(nn.Module):
+    """Samples against classes that all of them share, of inputs that are scaled; a branch may appear."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.inner, self.text, self.is_on = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(2, D), False
+
+    def forward(self, x, classes):
+        h = torch.tanh(self.a(x / 2))
+        return (self.inner(h) if self.is_on else h) @ self.text(classes).t()
+
+
+def test_a_branch_that_appears_where_as_many_classes_are_shared_as_there_are_samples():
+    model, refused = Classes(), 0
+    for n, model.is_on in ((4, False), (4, False), (5, False), (3, False), (3, True), (3, True), (4, True), (3, True)):
+        x, classes = torch.randn(n, D), torch.randn(3, 2)
+        loss = lambda x, classes=classes: model(x, classes).square().sum()
+        try:
+            assert_both(model, loss, x)
+        except UnsumError:  # in the step in which it appears, nobody was watching
+            refused += 1
+    assert refused <= 1
+
+
+class Clip(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.image, self.tokens, self.text = nn.Linear(6, D), nn.Embedding(9, D), nn.Linear(D, D)
+
+    def forward(self, pixels, ids, mask):
+        image, text = self.image(pixels), self.text((self.tokens(ids) * mask[..., None]).sum(1))
+        return {"scores": image @ text.t(), "text": text}
+
+
+@pytest.mark.parametrize("order", [("pixels", "ids", "mask"), ("ids", "mask", "pixels")])
+@pytest.mark.parametrize("sizes", [(1, 4, 5), (4, 1, 5), (3, 3), (5, 3, 1)])
+def test_outputs_with_rows_of_both_kinds(sizes, order):
+    """The loss goes through the scores: their rows are the samples, whichever came first, and whichever is returned
+    beside them."""
+    model = Clip()
+    for n in sizes:
+        shared = {"ids": torch.randint(9, (3, 5)), "mask": torch.ones(3, 5, dtype=torch.long)}
+
+        def loss(x, y, shared=shared):
+            given = {"pixels": x, **shared}
+            return F.cross_entropy(model(**{name: given[name] for name in order})["scores"], y, reduction="sum")
+
+        try:
+            assert_both(model, loss, torch.randn(n, 6), torch.randint(3, (n,)))
+        except InteractionError:
+            assert n == 3 and n == sizes[0]  # as many texts as images, at first sight: these may be pairs
+
+
+def test_a_loss_beside_what_all_samples_share():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.image, self.text = nn.Linear(D, D), nn.Linear(2, D)
+
+        def forward(self, x, y, classes):
+            text = self.text(classes)
+            return F.cross_entropy(self.image(x) @ text.t(), y, reduction="sum"), text
+
+    model = Net()
+    for n in (4, 4, 5, 3, 1):
+        classes = torch.randn(3, 2)
+        loss = lambda x, y, classes=classes: model(x, y, classes)[0]
+        assert_both(model, loss, torch.randn(n, D), torch.randint(3, (n,)))
+
+
+MIXED = {
+    "mixup": lambda h: 0.7 * h + 0.3 * h.roll(1, 0),
+    "centred": lambda h: h - h.mean(0),
+    "attention": lambda h: (h @ h.t()).softmax(-1) @ h,
+    "largest": lambda h: h - h.amax(0),
+}
+
+
+@pytest.mark.parametrize("change", [lambda x: x, lambda x: x / 255, lambda x: (x - 0.4) / 0.2, lambda x: x.softmax(-1)])
+@pytest.mark.parametrize("mix", MIXED)
+def test_interaction_that_appears_at_some_step_is_refused_in_it(mix, change):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.out, self.is_on = nn.Linear(D, D), nn.Linear(D, 2), False
+
+        def forward(self, x):
+            h = torch.tanh(self.a(change(x)))
+            return self.out(MIXED[mix](h) if self.is_on else h)
+
+    model = Net()
+    for model.is_on in (False, False, False, True, False, True, True, False):
+        x = torch.randn(4, D)
+        if model.is_on:
+            with pytest.raises(InteractionError):
+                with unsum.gradients(model):
+                    model(x).square().sum().backward()
+        else:
+            assert_both(model, lambda x: model(x).square().sum(), x)
+
+
+@pytest.mark.parametrize("kind", ["statistics of the input", "of what was made of it"])
+def test_interaction_is_refused_at_once_where_shared_inputs_come_first(kind):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.image, self.text, self.context = nn.Linear(6, D), nn.Linear(5, D), nn.Linear(6, D)
+
+        def forward(self, classes, x):
+            if kind == "statistics of the input":
+                h = self.image(x) + self.context(x.mean(0, keepdim=True))
+            else:
+                h = torch.tanh(self.image(x / 2))
+                h = h - h.mean(0)
+            return h @ self.text(classes).t()
+
+    model = Net()
+    for _ in range(3):
+        with pytest.raises(InteractionError):
+            with unsum.gradients(model):
+                model(torch.randn(3, 5), torch.randn(4, 6)).square().sum().backward()
+
+
+def test_shuffled_negatives_are_inputs_like_others():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.out = nn.Linear(3, D), nn.Linear(2, D), nn.Linear(D, 1)
+
+        def forward(self, x, y):
+            return self.out(torch.tanh(self.a(x) + self.b(y)))[:, 0]
+
+    model = Net()
+    for _ in range(3):
+        x, y = torch.randn(5, 3), torch.randn(5, 2)
+        assert_both(model, lambda x, y, z: (model(x, y) - model(x, z).exp()).sum(), x, y, y[torch.randperm(5)])
+
+
+def test_an_expert_that_gets_all_rows_and_then_none():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.expert, self.out = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 2)
+
+        def forward(self, x):
+            h, chosen = torch.tanh(self.a(x)), x[:, 0] > 0
+            return self.out(torch.zeros_like(h).index_add(0, chosen.nonzero()[:, 0], self.expert(h[chosen])))
+
+    model = Net()
+    for sign in (1, -1, 1, -1, -1):
+        x = torch.randn(4, D)
+        x[:, 0] = sign
+        assert_both(model, lambda x: model(x).square().sum(), x)
