@@ -325,3 +325,71 @@ def test_states_that_are_written_into_a_buffer():
         x = torch.randn(n, t, D)
         run = lambda x=x: model(x).square().sum()
         assert_both(model, run, lambda i, x=x: model(x[i : i + 1]).square().sum(), n)
+
+
+# ---- what earlier calls have told ---------------------------------------------------------------------------------
+
+
+class Conditioned(nn.Module):
+    """A condition first: one for each sample, or one for all."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.inner, self.out = nn.Linear(3, D), nn.Linear(D, D), nn.Linear(D, 2)
+
+    def forward(self, condition, x):
+        return self.out(torch.tanh(self.inner(x)) * self.scale(condition))
+
+
+def test_a_condition_that_is_for_all_samples_in_some_steps():
+    model = Conditioned()
+    for n, shared in ((3, False), (3, False), (4, True), (3, True), (1, False), (5, False), (2, True), (1, True)):
+        x, condition = torch.randn(n, D), torch.randn(1 if shared else n, 3)
+        own = lambda i, c=condition, shared=shared: c if shared else c[i : i + 1]
+        run = lambda x=x, c=condition: model(c, x).square().sum()
+        assert_both(model, run, lambda i, x=x, own=own: model(own(i), x[i : i + 1]).square().sum(), n)
+
+
+def test_arguments_by_name_have_roles_of_their_own():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.places, self.out = nn.Embedding(9, D), nn.Embedding(9, D), nn.Linear(D, 3)
+
+        def forward(self, ids=None, places=None):
+            return self.out(torch.tanh(self.tokens(ids) + self.places(places)))
+
+    model = Net()
+    for k, (n, t) in enumerate(((3, 5), (3, 5), (2, 4), (4, 5), (1, 5), (3, 4))):
+        ids, places = torch.randint(9, (n, t)), torch.arange(t)[None]
+        given = {"ids": ids, "places": places} if k % 2 else {"places": places, "ids": ids}
+        run = lambda given=given: model(**given).square().sum()
+        assert_both(model, run, lambda i, x=ids, p=places: model(x[i : i + 1], p).square().sum(), n)
+
+
+@pytest.mark.parametrize("chosen", [1, 2])
+def test_experts_whose_rows_are_written_by_a_mask(chosen):
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.out = nn.Linear(D, 3), nn.Linear(D, 2)
+            self.experts = nn.ModuleList(nn.Linear(D, D) for _ in range(3))
+
+        def forward(self, x):
+            rows = x.reshape(-1, D)
+            weights, which = self.gate(rows).softmax(-1).topk(chosen, -1)
+            total = 0
+            for k, expert in enumerate(self.experts):
+                own = (which == k).any(-1)
+                found = torch.zeros_like(rows)
+                found[own] = expert(rows[own])  # one row, many, or none
+                total = total + found * (weights * (which == k)).sum(-1, keepdim=True)
+            return self.out(total).view(*x.shape[:-1], 2)
+
+    for seed in range(6):
+        torch.manual_seed(seed)
+        model = Experts()
+        for n, t in ((3, 4), (3, 4), (2, 1), (4, 2)):
+            x = torch.randn(n, t, D)
+            run = lambda x=x: model(x).square().sum()  # noqa: B023
+            assert_both(model, run, lambda i, x=x: model(x[i : i + 1]).square().sum(), n)  # noqa: B023

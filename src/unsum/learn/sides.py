@@ -155,7 +155,9 @@ class Sides(TorchFunctionMode):
         for world, (kinds, at, memory) in zip(self._worlds, before, strict=True):
             if name in _LEAVE and self.call is not None and kinds & {"data", "ids"}:
                 world.has_left = True
-            self._note_written(name, inputs, kinds, world)
+            written = self._note_written(name, inputs, kinds, world)
+            if written is not None and records and written.grad_fn is not None and written.grad_fn not in at:
+                self._note_data(written.grad_fn, at, memory, world)
             self._note_mixing(name, args, kwargs, kinds, result, world)
             self._note_result(name, result, kinds, at, memory, world, records)
         return result
@@ -225,14 +227,15 @@ class Sides(TorchFunctionMode):
                 data.add(node)
                 _note(node, "data", world.token)
 
-    def _note_written(self, name: str, inputs: list[Tensor], kinds: set[str], world: _World) -> None:
-        """What is written into becomes data, if data is written: `buffer[:] = x`, `buffer.copy_(x)`."""
+    def _note_written(self, name: str, inputs: list[Tensor], kinds: set[str], world: _World) -> Tensor | None:
+        """What is written into becomes data, if data is written: `buffer[:] = x`, `buffer.copy_(x)`. Returns it."""
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         if not writes or not inputs or not (kinds & {"data", "ids"} or (world.has_left and kinds == {"made"})):
-            return
+            return None
         for target in (inputs[0], base_of(inputs[0])):
             if target is not None and not isinstance(target, nn.Parameter):
                 world.kinds[target] = "data" if _is_real(target) else "choice"
+        return inputs[0]
 
     def _note_mixing(self, name: str, args: Any, kwargs: Any, kinds: set[str], result: Any, world: _World) -> None:
         """Batch norm in training that leaves no node in the graph. Noted within calls of the model alone: what another

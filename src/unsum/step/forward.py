@@ -57,6 +57,7 @@ class _Begun:
     rest: tuple[Hashable, ...]  # its name and flags
     sizes: tuple[tuple[int, ...], ...]  # of what it was given
     positions: int | None  # how many tokens each sample has, if it was given tokens
+    is_told: bool  # whether earlier calls have told the first of the ways
     are_data: list[bool] = field(default_factory=list)  # whether it was given any data, read in each way
     outputs: list[tuple[bool, ...]] = field(default_factory=list)  # which of them may have samples, read in each way
     is_whole: bool = False  # whether it has returned
@@ -103,13 +104,14 @@ class Forward:
             return
         if self.verification is not None:
             self.verification.begin(module, args, kwargs)
-        given = [tensor for _, tensor in leaves((args, kwargs))]
+        found = list(leaves((args, kwargs)))
+        given = [tensor for _, tensor in found]
         if any(tensor.is_nested for tensor in given):
             self._starts.clear()
             raise nested(name or "the model")
         self._settle()
         self._call = next(self._numbers)
-        self._under_way = begun = self._begun(name, given)
+        self._under_way = begun = self._begun(name, found)
         n = begun.ways[0].n if len(begun.ways) == 1 else None
         self._seen = None
         if not anew and len(begun.ways) < 2:
@@ -123,24 +125,27 @@ class Forward:
         self._n = n if begun.are_data and begun.are_data[0] else None  # positions, say: nobody's
         self._note(Made(self._count(), begun.positions))
 
-    def _begun(self, name: str, given: Sequence[Tensor]) -> _Begun:
-        """What is known of a call that begins."""
+    def _begun(self, name: str, found: Sequence[tuple[Any, Tensor]]) -> _Begun:
+        """What is known of a call that begins with these tensors, each with its place among the arguments."""
+        given = [tensor for _, tensor in found]
         dim = self._samples if isinstance(self._samples, sample_maps.Dim) else None
         k = dim.k if dim else 0
-        alike = name, dim, tuple([(t.dim(), t.dtype) for t in given])
+        alike = name, dim, tuple([(path, t.dim(), t.dtype) for path, t in found])
         rest = name, dim or sample_maps.Ids, flags(self._modules, self._parameters, given)
-        ways = readings(given, k, told_by(self._model, alike))
+        told = told_by(self._model, alike)
+        ways = readings(given, k, told)
         if dim is None:
             ways = ways[:1]
-        return _Begun(self._call, ways, alike, rest, sizes_of(given), _positions(given) if dim and k == 0 else None)
+        positions = _positions(given) if dim and k == 0 else None
+        return _Begun(self._call, ways, alike, rest, sizes_of(given), positions, is_told=told is not None)
 
     def look(self, name: str, args: Any, kwargs: Any) -> Look:
         """What an outermost call is like, if samples lie along a dimension of what it is given."""
-        given = [tensor for _, tensor in leaves((args, kwargs))]
-        rest = flags(self._modules, self._parameters, given)
+        found = list(leaves((args, kwargs)))
+        rest = flags(self._modules, self._parameters, [tensor for _, tensor in found])
         if self._starts or not isinstance(self._samples, sample_maps.Dim):
             return Look(None, (), None, None)
-        begun = self._begun(name, given)
+        begun = self._begun(name, found)
         n = begun.ways[0].n if len(begun.ways) == 1 else None
         return Look((self._samples.k, rest), begun.sizes, n, begun.positions)
 
@@ -303,10 +308,12 @@ class Forward:
     def _doubt(self, begun: _Begun, tensor: Tensor) -> None:
         """A call that was read in the one way that earlier ones have told returns this tensor: perhaps with the rows of
         another one that it was given."""
-        if not isinstance(self._samples, sample_maps.Dim) or tensor.dim() <= (k := self._samples.k):
+        if not begun.ways or not isinstance(self._samples, sample_maps.Dim) or tensor.dim() <= (k := self._samples.k):
             return
         size = int(tensor.shape[k])
-        if size != begun.ways[0].n and any(len(sizes) > k and sizes[k] == size for sizes in begun.sizes):
+        rows = [sizes[k] for sizes in begun.sizes if len(sizes) > k]
+        is_list = begun.ways[0].n == 1 and size == len(begun.sizes)  # of samples, perhaps
+        if size != begun.ways[0].n and (size in rows or is_list):
             owners = self._samples.owners(tuple(tensor.shape), size)
             assert owners is not None
             self._returned.add(tensor, owners, begun.call)
@@ -315,7 +322,7 @@ class Forward:
     def _end(self, begun: _Begun, which: int) -> None:
         """A call is over, and it is known how it is to be read."""
         n = self.made[begun.call].n if begun.ways else None
-        if begun.ways and isinstance(self._samples, sample_maps.Dim):
+        if len(begun.ways) > 1 or begun.is_told:
             tell(self._model, begun.alike, begun.ways[which])
         is_known = begun.call in self._unwatched
         seen = self._seen if is_known and self._seen is not None else Seen(n is not None, begun.outputs[which])
@@ -333,7 +340,9 @@ class Forward:
             return
         found = {edge: each.owners for edge, each in self._returned.find(nodes).items() if each.call == begun.call}
         is_marked = self._known.has_marks(nodes)  # then the user has said whose it is
-        self._choose(begun, 0 if is_marked else chosen(begun.ways, roots, found, names, self._sides.is_weight))
+        is_weight = self._sides.is_weight
+        which = 0 if is_marked else chosen(begun.ways, roots, found, names, is_weight, is_told=begun.is_told)
+        self._choose(begun, which)
 
     def _refuse_other_roles(self, roots: Sequence[Any], nodes: Sequence[Node], names: Mapping[int, str]) -> None:
         """Raise where a call was read as earlier ones were, and what the loss uses of it has the rows of another tensor
@@ -343,8 +352,9 @@ class Forward:
         if others and not self._known.find(nodes) and goes_through(roots, returned, names, self._sides.is_weight):
             forget(self._model, self._doubted.get(next(iter(others.values())).call))
             raise SamplesError(
-                "the samples were those of another of the tensors that the model is given, in earlier calls, than what "
-                "it returns now says.\n  call it again: it is read anew"
+                "what the model returns has other samples than what it was given: those of another tensor than in "
+                "earlier calls (then call it again: it is read anew), or of a list.\n  unsum.mark_samples(losses) says "
+                "whose each loss is"
             )
 
     def _settle(self) -> None:

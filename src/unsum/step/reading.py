@@ -19,6 +19,7 @@ from unsum.errors import SamplesError
 from unsum.graph.layout import Layout, Regular
 from unsum.graph.nodes import Edge
 from unsum.learn.cut import find_cut, parameters_met_outside
+from unsum.learn.sides import counts
 
 _KEPT = 512
 _WAYS = 4  # in which a call is read at most
@@ -42,12 +43,20 @@ class Reading:
 
 
 def readings(given: Sequence[Tensor], k: int, told: Told | None) -> list[Reading]:
-    """The ways to read a call that was given these tensors, the likely ones first."""
+    """The ways to read a call that was given these tensors, the likely ones first: what earlier calls have told, then
+    in the order of the tensors, positions last."""
     sizes = [int(t.shape[k]) if t.dim() > k else -1 for t in given]
-    if told is not None and told.teller < len(sizes) and sizes[told.teller] >= 0:
-        n = sizes[told.teller]
-        return [Reading(n, frozenset(i for i in told.members if sizes[i] == n))]
     distinct = [size for size in dict.fromkeys(sizes) if size >= 0]
+    if told is not None and told.teller < len(sizes) and (n := sizes[told.teller]) >= 0:
+        way = Reading(n, frozenset(i for i in told.members if sizes[i] == n))
+        if n != 1 or len(distinct) == 1:
+            return [way]
+        distinct.remove(n)  # one row may be for all samples of another tensor
+        others = [Reading(size, frozenset(i for i, s in enumerate(sizes) if s == size)) for size in distinct]
+        return [way, *others[: _WAYS - 1]]
+    if len(distinct) > 1:
+        real = {sizes[i] for i, t in enumerate(given) if t.is_floating_point() or not counts(t)}
+        distinct.sort(key=lambda size: size not in real)
     return [Reading(n, frozenset(i for i, size in enumerate(sizes) if size == n)) for n in distinct[:_WAYS]]
 
 
@@ -89,9 +98,11 @@ def chosen(
     returned: Mapping[Edge, Layout],
     names: Mapping[int, str],
     is_weight: Callable[[Any], bool],
+    *,
+    is_told: bool,
 ) -> int:
-    """In which of these ways a call is to be read, from the outputs that lie between it and the loss. Refuses by
-    raising where that cannot be told."""
+    """In which of these ways a call is to be read, from the outputs that lie between it and the loss; if there is none,
+    in the first. Refuses by raising where that cannot be told. `is_told`: earlier calls have told the first way."""
 
     def top(own: Mapping[Edge, Layout]) -> set[int]:
         return {layout.n for layout in goes_through(roots, own, names, is_weight) if isinstance(layout, Regular)}
@@ -103,7 +114,7 @@ def chosen(
         found = {n for n, own in apart.items() if own and top(own)}
     if len(found) == 1:
         return numbers.index(found.pop())
-    if found or numbers[0] == 1:
+    if found or (numbers[0] == 1 and not is_told):
         raise SamplesError(
             f"cannot tell whose gradient this is: the model was given tensors with {', '.join(map(str, numbers))} "
             "rows, and what it returns does not say which of them are the samples.\n  unsum.mark_samples(losses) says "
