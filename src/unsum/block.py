@@ -65,7 +65,7 @@ class GradientsBlock:
         self._sides.rows = self._forward.rows
         self._setting = Setting(
             self._model, self._sides, self._forward.rows, self._forward.seeds, self._forward.mismatch,
-            self._found.unique(), self._found.by_id, self._forward.module_of,
+            self._found.unique(), self._found.by_id, self._forward.spans.module_of,
             exact=options.exact, rules=options.rules, strict=options.strict,
         )  # fmt: skip
         self._planner = Planner(
@@ -142,7 +142,7 @@ class GradientsBlock:
     def after_call(self, output: Any) -> None:
         self._forward.after(output)
         self.passes = False
-        self._found.forwards = len(self._forward.made)
+        self._found.forwards = len(self._forward.calls.made)
         if self._tapping is not None and output is not None and not self._forward.is_inside:
             self._tapping.saw(output)
 
@@ -151,7 +151,7 @@ class GradientsBlock:
             return seams.NOTHING
         with seams.alone(self) as is_alone:
             output = tapping.call(module, args, kwargs) if is_alone else seams.NOTHING
-        self._found.forwards = len(self._forward.made)
+        self._found.forwards = len(self._forward.calls.made)
         return output
 
     # ---- backward -------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class GradientsBlock:
             self._tapping.learn(plan, nodes)
         reducing = Reducing(self._options, self._found, planned.calls, plan.n)
         try:
-            reducing.begin(self._forward.positions(planned.calls))
+            reducing.begin(self._forward.calls.positions(planned.calls))
             self._step = Step(planned, call, self._setting, self._options, self._found, reducing)
             self._start(self._step, plan, nodes)
             skipped = self._step.begin(self._hears)
@@ -214,7 +214,7 @@ class GradientsBlock:
         tapped.reducing = Reducing(self._options, self._found, calls, tapped.n)
         self._step = tapped
         try:
-            tapped.reducing.begin(self._forward.positions(tapped.reducing.calls))
+            tapped.reducing.begin(self._forward.calls.positions(tapped.reducing.calls))
             self._tapping.refuse_other_order(tapped)
         except BaseException:
             self._take_back(tapped.reducing, None)

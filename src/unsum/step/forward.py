@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +21,9 @@ from unsum.nested import leaves
 from unsum.plan import memory
 from unsum.plan.memory import Seen
 from unsum.plan.signature import flags, sizes_of
-from unsum.seams.nodes import next_number, outputs_of
+from unsum.seams.nodes import outputs_of
 from unsum.sites import Names
+from unsum.step.calls import Calls, Made, Spans
 from unsum.step.known import KnownTensors
 from unsum.step.reading import Reading, chosen, forget, goes_through, readings, tell, told_by
 from unsum.step.verify import Verification
@@ -37,14 +37,6 @@ class Look:
     sizes: tuple[tuple[int, ...], ...]  # of the tensors that it is given
     n: int | None
     positions: int | None
-
-
-@dataclass(frozen=True)
-class Made:
-    """An outermost call that was made."""
-
-    n: int | None  # how many samples it was given, if any
-    positions: int | None  # how many tokens each of them has, if it was given tokens
 
 
 @dataclass(eq=False)
@@ -75,13 +67,10 @@ class Forward:
         self.verification = Verification(names.model, samples.owners) if verify else None
         self._modules, self._parameters = list(names.modules.values()), list(names.parameters.values())
         self.rows = Rows()
-        self.made: dict[int, Made] = {}  # outermost calls, by their numbers
-        self._waiting: dict[int, None] = {}  # those that had no backward yet
+        self.calls, self.spans = Calls(), Spans()
         self._call = 0  # the one under way, or the last
         self._known = KnownTensors()
         self._others = KnownTensors()  # outputs of the right size that had no samples before
-        self._starts: list[tuple[str, int]] = []
-        self._spans: list[tuple[int, int, str]] = []  # which nodes each module call has made: from, to, name
         self._numbers = itertools.count()
         self._under_way: _Begun | None = None
         self._undecided: _Begun | None = None  # the last call, as long as it is not known how it is to be read
@@ -99,15 +88,15 @@ class Forward:
     def before(self, name: str, module: nn.Module, args: Any, kwargs: Any, *, anew: bool = False) -> None:
         """A module is about to be called; `anew` if it will run other operations than before."""
         seams.refuse_tracing(name or "the model")
-        self._starts.append((name, next_number()))
-        if len(self._starts) > 1:
+        self.spans.begin(name)
+        if len(self.spans) > 1:
             return
         if self.verification is not None:
             self.verification.begin(module, args, kwargs)
         found = list(leaves((args, kwargs)))
         given = [tensor for _, tensor in found]
         if any(tensor.is_nested for tensor in given):
-            self._starts.clear()
+            self.spans.clear()
             raise nested(name or "the model")
         self._settle()
         self._call = next(self._numbers)
@@ -123,7 +112,7 @@ class Forward:
         for k, way in enumerate(begun.ways):
             begun.are_data.append(self._take_in(given, way, k, is_whole=name == ""))
         self._n = n if begun.are_data and begun.are_data[0] else None  # positions, say: nobody's
-        self._note(Made(self._count(), begun.positions))
+        self.calls.note(self._call, Made(self._count(), begun.positions))
 
     def _begun(self, name: str, found: Sequence[tuple[Any, Tensor]]) -> _Begun:
         """What is known of a call that begins with these tensors, each with its place among the arguments."""
@@ -143,7 +132,7 @@ class Forward:
         """What an outermost call is like, if samples lie along a dimension of what it is given."""
         found = list(leaves((args, kwargs)))
         rest = flags(self._modules, self._parameters, [tensor for _, tensor in found])
-        if self._starts or not isinstance(self._samples, sample_maps.Dim):
+        if len(self.spans) or not isinstance(self._samples, sample_maps.Dim):
             return Look(None, (), None, None)
         begun = self._begun(name, found)
         n = begun.ways[0].n if len(begun.ways) == 1 else None
@@ -160,37 +149,17 @@ class Forward:
     def passed(self, outputs: Sequence[Tensor], n: int, positions: int | None) -> int:
         """A call that was not followed has returned these tensors, which have n samples each. Returns its number."""
         self._call = next(self._numbers)
-        self._note(Made(n, positions))
+        self.calls.note(self._call, Made(n, positions))
         for tensor in outputs:
             owners = self._samples.owners(tuple(tensor.shape), n)
             if owners is not None:
                 self.know(tensor, owners, self._call)
         return self._call
 
-    def _note(self, made: Made) -> None:
-        self.made[self._call] = made
-        self._waiting[self._call] = None
-        while len(self._waiting) > 1000:  # calls without a backward, in a long block
-            self._waiting.pop(next(iter(self._waiting)))
-
-    def pending(self) -> frozenset[int]:
-        """The calls whose backward may come: those since the last one, or else the last call."""
-        return frozenset(self._waiting or ([self._call] if self.made else []))
-
-    def number_of_samples(self, calls: Collection[int]) -> int | None:
-        """How many samples these calls were given, if all were given as many."""
-        found = {made.n for call in calls if (made := self.made.get(call)) is not None and made.n is not None}
-        return found.pop() if len(found) == 1 else None
-
-    def positions(self, calls: Collection[int]) -> int | None:
-        """How many tokens each sample of these calls has, if that is known."""
-        found = {made.positions for call in calls if (made := self.made.get(call)) is not None}
-        return found.pop() if len(found) == 1 else None
-
     @property
     def is_inside(self) -> bool:
         """Whether a call is under way."""
-        return bool(self._starts)
+        return len(self.spans) > 0
 
     @property
     def is_verifying(self) -> bool:
@@ -233,8 +202,7 @@ class Forward:
         for known in (self._known, self._others, self._returned):
             known.clear()
         self._undecided = None
-        self._spans.clear()
-        self._starts.clear()
+        self.spans.clear()
         self.rows.forget()
 
     def learnt(self, structure: Hashable | None, calls: Collection[int]) -> None:
@@ -269,11 +237,10 @@ class Forward:
     def after(self, output: Any) -> None:
         """A module has returned (None if it raised)."""
         self.passes = False
-        if not self._starts:
+        if not len(self.spans):
             return
-        name, start = self._starts.pop()
-        self._spans.append((start, next_number(), name))
-        if self._starts:
+        self.spans.end()
+        if len(self.spans):
             return
         self._sides.call = None
         call = self._call
@@ -321,7 +288,7 @@ class Forward:
 
     def _end(self, begun: _Begun, which: int) -> None:
         """A call is over, and it is known how it is to be read."""
-        n = self.made[begun.call].n if begun.ways else None
+        n = self.calls.made[begun.call].n if begun.ways else None
         if len(begun.ways) > 1 or begun.is_told:
             tell(self._model, begun.alike, begun.ways[which])
         is_known = begun.call in self._unwatched
@@ -369,7 +336,7 @@ class Forward:
         n = begun.ways[which].n if begun.are_data[which] else None
         self._sides.choose(which)
         self.rows.choose(begun.call, which)
-        self.made[begun.call] = Made(n, begun.positions)
+        self.calls.made[begun.call] = Made(n, begun.positions)
         self._returned.hand_over(self._known, begun.call, n)
         self._end(begun, which)
 
@@ -387,7 +354,7 @@ class Forward:
     def know(self, tensor: Tensor, owners: Layout, call: int, *, marked: bool = False) -> None:
         """The samples of a tensor are known."""
         if self._known.add(tensor, owners, call, marked=marked):
-            self._spans = self._spans[-10_000:]
+            self.spans.shorten()
 
     def mark(self, tensor: Tensor) -> None:
         """Dimension 0 of this tensor is the samples."""
@@ -431,25 +398,12 @@ class Forward:
             if not told.isdisjoint(ordered([node]))
         }
 
-    def had_backward(self, calls: Collection[int]) -> None:
-        """A backward of these calls begins."""
-        for call in calls:
-            self._waiting.pop(call, None)
-
     def mismatch(self) -> str:
         """A line that says that `samples=` does not fit what the model was given; empty if it may."""
         if not isinstance(self._samples, sample_maps.Ids) or not self._shapes:
             return ""
         said = tuple(self._samples.given.shape)
         return f"  samples= names positions of shape {said}; the model was last given {self._shapes}\n"
-
-    def module_of(self, number: int) -> str:
-        """The innermost module during whose call the node with this number was made."""
-        ends = [end for _, end, _ in self._spans]  # calls end in order, inner ones first
-        for start, end, name in self._spans[bisect.bisect_right(ends, number) :]:
-            if start <= number < end:
-                return name
-        return ""
 
 
 def _is_flattened(tensor: Tensor, n: int) -> bool:

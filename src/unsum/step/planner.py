@@ -57,12 +57,12 @@ class Planner:
         """The plan of the graph that `call` is about to walk, of which the samples are `known` at some places, made by
         the calls that it has `crossed`. Refuses by raising."""
         forward, setting = self._forward, self._setting
-        calls = crossed or forward.pending()
-        made = frozenset(each for each in crossed if each in forward.made) or forward.pending()
-        n = number_of_samples(known) if self._ids is None and known else forward.number_of_samples(calls)
+        calls = crossed or forward.calls.pending()
+        made = frozenset(each for each in crossed if each in forward.calls.made) or forward.calls.pending()
+        n = number_of_samples(known) if self._ids is None and known else forward.calls.number_of_samples(calls)
         if n is None:
             raise unknown_samples(forward.mismatch())
-        forward.had_backward(made)
+        forward.calls.had_backward(made)
         forward.rows.asked = made
         key = self._key(call, seen, known, n)
         structure = recall(self._model, key) if setting.rules and n else None

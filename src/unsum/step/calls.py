@@ -1,0 +1,94 @@
+"""The outermost calls of a block: how many samples each was given, which wait for a backward; and which module made
+which node."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from unsum.seams.nodes import next_number
+
+_KEPT = 10_000  # modules' calls that are remembered once older graphs are gone
+_WAITING = 1000  # calls without a backward, in a long block
+
+
+@dataclass(frozen=True)
+class Made:
+    """An outermost call that was made."""
+
+    n: int | None  # how many samples it was given, if any
+    positions: int | None  # how many tokens each of them has, if it was given tokens
+
+
+class Calls:
+    """The outermost calls of a block, by their numbers."""
+
+    def __init__(self) -> None:
+        self.made: dict[int, Made] = {}
+        self._waiting: dict[int, None] = {}  # those that had no backward yet
+
+    def note(self, call: int, made: Made) -> None:
+        """A call is made."""
+        self.made[call] = made
+        self._waiting[call] = None
+        while len(self._waiting) > _WAITING:
+            self._waiting.pop(next(iter(self._waiting)))
+
+    def pending(self) -> frozenset[int]:
+        """The calls whose backward may come: those since the last one, or else the last call."""
+        last = next(reversed(self.made), None)
+        return frozenset(self._waiting or ([] if last is None else [last]))
+
+    def had_backward(self, calls: Collection[int]) -> None:
+        """A backward of these calls begins."""
+        for call in calls:
+            self._waiting.pop(call, None)
+
+    def number_of_samples(self, calls: Collection[int]) -> int | None:
+        """How many samples these calls were given, if all were given as many."""
+        found = {made.n for call in calls if (made := self.made.get(call)) is not None and made.n is not None}
+        return found.pop() if len(found) == 1 else None
+
+    def positions(self, calls: Collection[int]) -> int | None:
+        """How many tokens each sample of these calls has, if that is known."""
+        found = {made.positions for call in calls if (made := self.made.get(call)) is not None}
+        return found.pop() if len(found) == 1 else None
+
+
+class Spans:
+    """Which nodes the calls of modules have made, by the numbers that torch gives to nodes."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[str, int]] = []  # names, and the number of the first node
+        self._spans: list[tuple[int, int, str]] = []  # from, to, name
+
+    def __len__(self) -> int:
+        """How many calls are under way, one inside the other."""
+        return len(self._open)
+
+    def begin(self, name: str) -> None:
+        """A module is called."""
+        self._open.append((name, next_number()))
+
+    def end(self) -> None:
+        """The innermost call is over."""
+        name, start = self._open.pop()
+        self._spans.append((start, next_number(), name))
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._open.clear()
+        self._spans.clear()
+
+    def shorten(self) -> None:
+        """Older graphs are gone: forget what made them."""
+        del self._spans[:-_KEPT]
+
+    def module_of(self, number: int) -> str:
+        """The innermost module during whose call the node with this number was made."""
+        ends = [end for _, end, _ in self._spans]  # calls end in order, inner ones first
+        for start, end, name in self._spans[bisect.bisect_right(ends, number) :]:
+            if start <= number < end:
+                return name
+        return ""
