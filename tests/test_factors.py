@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import unsum
 from modules import Using
-from test_gradients import IDS, IMAGES, NETS, SEQUENCES, Adapted, D, Experts, N, T, mlp, scalar
+from nets import IDS, IMAGES, NETS, SEQUENCES, Adapted, D, Experts, N, T, mlp, scalar
 from unsum.errors import InteractionError, SamplesError, UnsupportedError
 from unsum.graph import codes
 from unsum.kernels import product

@@ -1,4 +1,5 @@
-"""Reducers say what they want: one that is written outside unsum is served by the same lanes as unsum's own."""
+"""Reducers say what they want: one that is written outside unsum is served by the same lanes as unsum's own.
+And unsum's own, over micro-batches in any order, parameters that nothing reaches, and positions that a layer pools."""
 
 import pytest
 import torch
@@ -6,6 +7,8 @@ from reference import per_sample_gradients
 from torch import nn
 
 import unsum
+from nets import in_float64
+from unsum.errors import SamplesError
 from unsum.reducers import SQ_NORMS, Reading
 
 WIDTH, N, T = 6, 4, 5
@@ -174,3 +177,66 @@ def test_a_backward_that_fails_is_taken_back_also_where_numbers_are_added_in_pla
             loss(model, x).backward()
         found.setdefault(fails, []).append(float(g[Total].total))
     assert found[True][0] == pytest.approx(found[False][0]) == pytest.approx(found[False][1])
+
+
+@in_float64()
+def test_micro_batches_in_any_order_with_reducers():
+    model = nn.Linear(3, 1, bias=False)
+    small, large = torch.ones(1, 3), torch.full((2, 3), 5.0)
+    with unsum.gradients(model, unsum.Norms(), unsum.Project(k=1), keep=True) as g:
+        a, b = model(small).sum(), model(large).sum()
+        b.backward()
+        a.backward()
+    torch.testing.assert_close(g[unsum.Norms].norms(), g.norms())
+    torch.testing.assert_close(g[unsum.Project].matrix(), torch.cat([g["weight"].project(1)], 1))
+    weighted = unsum.WeightedSum(torch.tensor([1.0, 0.0, 0.0]))
+    with unsum.gradients(model, weighted):
+        a, b = model(small).sum(), model(large).sum()
+        a.backward(retain_graph=True)
+        b.backward()
+        a.backward()
+    torch.testing.assert_close(weighted.sum()["weight"], torch.full((1, 3), 2.0))
+    with pytest.raises(SamplesError, match="order"):
+        with unsum.gradients(model, weighted):
+            a, b = model(small).sum(), model(large).sum()
+            b.backward()
+            a.backward()
+
+
+@in_float64()
+def test_what_nothing_reaches_is_there_with_zeros():
+    class Either(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.b, self.c = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+
+        def forward(self, x, first):
+            return (self.b if first else self.c)(x)
+
+    model, x, found = Either(), torch.randn(3, 2), []
+    for first in (True, False):
+        reducers = unsum.Project(k=2), unsum.Norms(), unsum.SecondMoment(), unsum.WeightedSum(torch.ones(3))
+        with unsum.gradients(model, *reducers) as g:
+            model(x, first).square().sum().backward()
+        found.append(g[unsum.Project].matrix())
+        for names in (g[unsum.Norms].by_parameter(), g[unsum.SecondMoment].sum_squares(), g[unsum.WeightedSum].sum()):
+            assert set(names) == {"b.weight", "c.weight"}
+    assert found[0].shape == (3, 8) and not (found[0] @ found[1].T).any()
+
+
+@in_float64()
+def test_token_norms_are_those_of_the_inputs_positions():
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(6, 4, bias=False), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = nn.functional.adaptive_avg_pool1d(self.a(x).mT, 3).mT
+            return self.c(torch.tanh(self.b(h)))
+
+    model = Pooled()
+    with unsum.gradients(model, unsum.TokenNorms()) as g:
+        model(torch.randn(4, 7, 6)).square().sum().backward()
+    assert g[unsum.TokenNorms].norms().shape == (4, 7)
+    assert "a.weight" not in g[unsum.TokenNorms].left_out and "b.weight" in g[unsum.TokenNorms].left_out

@@ -1,0 +1,67 @@
+"""`unsum.check`, and the check that each block makes by itself: green on what is right, red on a planted fault."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import unsum
+from nets import IMAGES, SEQUENCES, mlp, scalar
+from unsum.errors import SamplesError
+
+
+def test_check_is_green_on_what_is_right_and_leaves_the_model_alone():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 3)).double().eval()
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    before = copy.deepcopy(model.state_dict())
+    found = unsum.check(model, lambda m, x: m(x).square().sum(1), IMAGES)
+    assert found.ok and found.worst.error <= 1e-9
+    assert "ok" in str(found) and "0.weight" in str(found)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), before.values(), strict=True))
+    assert (model[0].weight.grad == 1).all() and model[0].bias.grad is None
+    model.train()
+    found = unsum.check(model, lambda m, x: m(x).square().sum(1), IMAGES)
+    assert not found.ok and "interact" in str(found)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), before.values(), strict=True))
+    with pytest.raises(SamplesError, match=r"shape \(n,\)"):
+        unsum.check(model, lambda m, x: m(x).sum(), IMAGES)
+
+
+def test_check_takes_samples_and_names_what_is_frozen():
+    model = mlp()
+    ids = torch.tensor([5, 5, 9, 9])
+    losses = lambda m, x: m(x).flatten(1).square().sum(1).view(2, 2).sum(1)
+    assert unsum.check(model, losses, SEQUENCES, samples=ids).ok
+    with pytest.raises(SamplesError, match="2 losses for 4 samples"):
+        unsum.check(model, losses, SEQUENCES)
+    with pytest.raises(SamplesError, match="frozen"):
+        unsum.check(model.requires_grad_(False), losses, SEQUENCES)
+
+
+def test_check_is_red_when_an_owner_is_shifted(monkeypatch):
+    from unsum.factors.outer import Outer
+    from unsum.step import collect as intake
+
+    real = intake.Intake.meet
+
+    def shifted(self, parameter, meetings, kind):
+        if isinstance(kind, Outer):
+            kind = dataclasses.replace(kind, a=kind.a.roll(1, 0), delta=kind.delta.roll(1, 0))
+        real(self, parameter, meetings, kind)
+
+    monkeypatch.setattr(intake.Intake, "meet", shifted)
+    found = unsum.check(mlp(), lambda m, x: m(x).flatten(1).square().sum(1), SEQUENCES)
+    assert not found.ok and "WRONG" in str(found)
+
+
+def test_a_part_that_was_not_seen_is_an_error(monkeypatch):
+    from unsum.step import collect as intake
+
+    real = intake.Intake.meet
+    monkeypatch.setattr(intake.Intake, "meet", lambda self, p, met, kind: real(self, p, met, kind.times(0.5)))
+    for engine in ("auto", "graph"):
+        with pytest.raises(SamplesError, match="part of its gradient"):
+            with unsum.gradients(mlp(), engine=engine) as g:
+                scalar(g.names.model, SEQUENCES).backward()
