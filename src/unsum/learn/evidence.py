@@ -58,7 +58,6 @@ def agreeing(cut: Cut, n: int, setting: Setting) -> Cut:
     tried = list(itertools.islice(itertools.product(*likely), 32))
     if n < 2 or (len(tried) == 1 and not setting.rows):
         return cut
-    apart: Cut | None = None  # the first that keeps samples apart
     contradicts = False
     for k, layouts in enumerate(tried):
         starts = dict(zip(edges, layouts, strict=True))
@@ -66,11 +65,9 @@ def agreeing(cut: Cut, n: int, setting: Setting) -> Cut:
         agrees = _agrees(walked, setting)
         if agrees:
             return replace(cut, starts=starts)
-        if agrees is None and apart is None and not walked.mixing:
-            apart = replace(cut, starts=starts)
         contradicts = contradicts or (agrees is False and not k)
-    if apart is not None or not contradicts:
-        return apart or cut
+    if not contradicts:
+        return cut  # as documented: no other dimension without evidence
     raise other_rows()
 
 

@@ -35,6 +35,7 @@ _KEEPS = {
     "clamp", "log", "log1p", "exp", "sqrt", "tanh", "abs", "relu", "sigmoid", "pow", "__pow__", "square", "layer_norm",
     "type_as", "nan_to_num", "dropout", "masked_fill",
 }  # fmt: skip
+_FILLS = {"zero_", "fill_", "index_fill_", "clamp_min_", "clamp_max_", "sub_", "add_", "mul_", "div_"}
 _MULTIPLY = ("Mm", "Addmm", "Bmm", "Baddbmm", "Addbmm", "Linear", "Mv", "Addmv", "MkldnnRnn", "CudnnRnn", "Addr")
 
 
@@ -140,6 +141,8 @@ class Rows:
         or changes each by itself, so is what was made: its owners are found by calling the function on theirs."""
         if (name not in _MOVES and name not in _KEEPS) or made.layout != torch.strided or not made.numel():
             return
+        if "out" in kwargs:  # called again, it would write to the user's own
+            return
         readings: dict[tuple[int, int], _Known] = {}
         given = [tensor for _, tensor in leaves((args, kwargs))]
         for tensor in given:
@@ -151,6 +154,13 @@ class Rows:
             layout = _made_of(function, name, args, kwargs, known, made) if known else None
             if layout is not None:
                 self.remember(made, layout, call, reading, is_given=False)
+
+    def written(self, name: str, target: Tensor, others: Sequence[Tensor]) -> None:
+        """A tensor is written to. What is changed number by number, without another remembered tensor, keeps its
+        owners; of all else nothing is known any more."""
+        is_kept = name.rstrip("_") in _KEEPS or name in _FILLS
+        if not is_kept or any(memory_number(other) in self._places for other in others):
+            self._places.pop(memory_number(target), None)
 
     def find_copies(self, given: Sequence[Tensor], nodes: Callable[[], Iterable[Node]]) -> None:
         """A function was given these tensors and has made these nodes. Where a node has saved a copy of what is
@@ -299,18 +309,20 @@ def _made_of(function: Any, name: str, args: Any, kwargs: Any, known: _Known, ma
         assert first is not None
         is_clear = first.shape == made.shape and all(own is not None and torch.equal(first, own) for own in others)
         return _layout(first, n) if is_clear else None
-    found = _called_on(function, args, kwargs, owners, made)
-    return None if found is None else _layout(found, n)
+    found = _called_on(function, name, args, kwargs, owners, made)
+    if found is None:
+        return None
+    return _completed(found, n) if bool((found < 0).any()) else _layout(found, n)
 
 
 def _called_on(
-    function: Any, args: Any, kwargs: Any, owners: Mapping[int, Tensor | None], made: Tensor
+    function: Any, name: str, args: Any, kwargs: Any, owners: Mapping[int, Tensor | None], made: Tensor
 ) -> Tensor | None:
     """What a function that moves the numbers of its first argument about makes of their owners."""
 
     def own(value: Any) -> Tensor:
         known = owners.get(id(value))
-        # One more than each owner, so that what is filled up with zeros is nobody's.
+        # One more than each owner, so that what is filled up with zeros, or comes from elsewhere, is unknown.
         return torch.zeros(value.shape, dtype=torch.long) if known is None else known.long() + 1
 
     def here(value: Any) -> Any:
@@ -322,7 +334,9 @@ def _called_on(
     moved = [first] if isinstance(first, Tensor) else list(first) if isinstance(first, tuple | list) else []
     if not any(id(value) in owners for value in moved) or not all(isinstance(value, Tensor) for value in moved):
         return None
-    numbers = {key: here(value) for key, value in kwargs.items() if key != "memory_format"}
+    numbers = {key: here(value) for key, value in kwargs.items() if key not in ("memory_format", "value")}
+    if name.endswith("pad"):
+        others = others[:2]  # not what it is filled with
     try:
         found = function(
             own(first) if isinstance(first, Tensor) else list(map(own, moved)), *map(here, others), **numbers
@@ -348,6 +362,19 @@ def _of_copy(place: _Place, tensor: Tensor, saved: Tensor) -> Layout | None:
     if not found or not all(torch.equal(found[0], other) for other in found[1:]):
         return None
     return _layout(found[0], place.n)
+
+
+def _completed(owners: Tensor, n: int) -> Layout | None:
+    """The layout of a tensor of which some positions are unknown (padding, a first token, another tensor beside): they
+    are of the sample whose row they are in, if some position of every row is known and samples lie along rows."""
+    known = owners >= 0
+    for layout in regular(tuple(owners.shape), n):
+        if layout.block not in (1, layout.shape[layout.dim] // n):
+            continue
+        rows = known.movedim(layout.dim, 0).flatten(1).any(1)
+        if bool(rows.all()) and bool((~known | (owners == layout.owner().expand(owners.shape))).all()):
+            return layout
+    return None
 
 
 def _layout(owners: Tensor, n: int) -> Layout:

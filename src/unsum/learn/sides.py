@@ -60,6 +60,7 @@ class Sides(TorchFunctionMode):
         self.is_blind = False  # whether the last forward was not watched
         self._model: nn.Module | None = model
         self._parameters: set[int] = set()
+        self._own: set[int] = set()  # ids of parameters and buffers
         self._opened = next_number()  # nodes with a lower number were made before
         self.rows: Rows | None = None  # of inputs, to be found again in what is made of them
 
@@ -71,6 +72,7 @@ class Sides(TorchFunctionMode):
                     for world in self._worlds:
                         world.kinds.setdefault(tensor, "weight")
             self._parameters = set(map(id, self._model.parameters()))
+            self._own = self._parameters | set(map(id, self._model.buffers()))
             self._model = None
 
     def is_data(self, node: Node) -> bool:
@@ -108,6 +110,8 @@ class Sides(TorchFunctionMode):
         unless they are the first thing that the model is given."""
         self._prepare()
         kinds = self._worlds[world].kinds
+        if kinds.get(tensor) == "weight" and id(tensor) not in self._own and not tensor.requires_grad:
+            del kinds[tensor]  # a model may keep what it was given
         if tensor not in kinds and not is_first and not _is_real(tensor) and counts(tensor):
             kinds[tensor] = "positions"  # made before anybody watched
         if kinds.get(tensor) not in ("weight", "positions"):
@@ -145,6 +149,10 @@ class Sides(TorchFunctionMode):
         before = [self._before(name, inputs, world, records) for world in self._worlds]
         with self._saved.over_checkpoint():
             result = func(*args, **kwargs)
+        if self.rows is not None and inputs:
+            target = kwargs.get("out", inputs[0] if _writes(name) else None)
+            for tensor in _tensors(target) if target is not None else ():
+                self.rows.written(name if "out" not in kwargs else "", tensor, [t for t in inputs if t is not tensor])
         if self.rows is not None and inputs and isinstance(result, Tensor) and not result.requires_grad:
             self.rows.follow(func, name, args, kwargs, result)
         if self.rows is not None and records:
@@ -202,8 +210,8 @@ class Sides(TorchFunctionMode):
             return "data" if is_real else "ids"
         if is_real and kinds & {"data", "ids"}:
             return "data"
-        if is_real and "choice" in kinds and name in _CONVERT:
-            return "data"  # a mask, as numbers
+        if is_real and "choice" in kinds and (name in _CONVERT or "weight" not in kinds):
+            return "data"  # a mask, as numbers; but a weight that was chosen stays one
         if is_real or not kinds & {"data", "choice", "ids"}:
             return "weight" if kinds == {"weight"} else "made"
         if "data" in kinds and tensor.dtype != torch.bool and name in _CONVERT:
@@ -229,12 +237,11 @@ class Sides(TorchFunctionMode):
 
     def _note_written(self, name: str, inputs: list[Tensor], kinds: set[str], world: _World) -> Tensor | None:
         """What is written into becomes data, if data is written: `buffer[:] = x`, `buffer.copy_(x)`. Returns it."""
-        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        if not writes or not inputs or not (kinds & {"data", "ids"} or (world.has_left and kinds == {"made"})):
+        if not _writes(name) or not inputs or not (kinds & {"data", "ids"} or (world.has_left and kinds == {"made"})):
             return None
         for target in (inputs[0], base_of(inputs[0])):
             if target is not None and not isinstance(target, nn.Parameter):
-                world.kinds[target] = "data" if _is_real(target) else "choice"
+                world.kinds[target] = "data" if _is_real(target) else "ids" if "ids" in kinds else "choice"
         return inputs[0]
 
     def _note_mixing(self, name: str, args: Any, kwargs: Any, kinds: set[str], result: Any, world: _World) -> None:
@@ -245,6 +252,11 @@ class Sides(TorchFunctionMode):
         trains = next((given for given in (*args, *kwargs.values()) if isinstance(given, bool)), False)
         if bool(kwargs.get("training", trains)) and all(t.grad_fn is None for t in _tensors(result)):
             world.mixing.append(("batch_norm in training", next_number(), self.call))
+
+
+def _writes(name: str) -> bool:
+    """Whether a function writes to its first argument."""
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def _made_by(tops: list[Node], at: Container[Node]) -> list[Node]:

@@ -4,10 +4,12 @@ which node."""
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from unsum.seams.nodes import next_number
+from unsum.graph.nodes import is_leaf
+from unsum.seams.nodes import next_number, number_of
 
 _KEPT = 10_000  # modules' calls that are remembered once older graphs are gone
 _WAITING = 1000  # calls without a backward, in a long block
@@ -27,6 +29,23 @@ class Calls:
     def __init__(self) -> None:
         self.made: dict[int, Made] = {}
         self._waiting: dict[int, None] = {}  # those that had no backward yet
+        self._nodes: dict[int, range] = {}  # the numbers of the nodes that each has made
+
+    def end(self, call: int, start: int) -> None:
+        """A call is over; its first node had this number."""
+        self._nodes[call] = range(start, next_number())
+        while len(self._nodes) > _WAITING:
+            self._nodes.pop(next(iter(self._nodes)))
+
+    def have_made(self, nodes: Iterable[Any]) -> frozenset[int]:
+        """Those of the calls that have made any of these nodes."""
+        numbers = sorted({number_of(node) for node in nodes if not is_leaf(node)})
+        found = set()
+        for call, own in self._nodes.items():
+            at = bisect.bisect_left(numbers, own.start)
+            if at < len(numbers) and numbers[at] < own.stop:
+                found.add(call)
+        return frozenset(found)
 
     def note(self, call: int, made: Made) -> None:
         """A call is made."""
@@ -71,10 +90,11 @@ class Spans:
         """A module is called."""
         self._open.append((name, next_number()))
 
-    def end(self) -> None:
-        """The innermost call is over."""
+    def end(self) -> int:
+        """The innermost call is over; returns the number that its first node had."""
         name, start = self._open.pop()
         self._spans.append((start, next_number(), name))
+        return start
 
     def clear(self) -> None:
         """Forget all."""

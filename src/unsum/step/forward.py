@@ -75,6 +75,7 @@ class Forward:
         self._under_way: _Begun | None = None
         self._undecided: _Begun | None = None  # the last call, as long as it is not known how it is to be read
         self._returned = KnownTensors()  # what it has returned
+        self._unsure: set[int] = set()  # calls of which that was never known
         self._doubted: dict[int, Hashable] = {}  # calls that return as many rows as another tensor has
         self._shapes = ""
         self._watching = False
@@ -239,9 +240,10 @@ class Forward:
         self.passes = False
         if not len(self.spans):
             return
-        self.spans.end()
+        start = self.spans.end()
         if len(self.spans):
             return
+        self.calls.end(self._call, start)
         self._sides.call = None
         call = self._call
         if self.verification is not None:
@@ -289,7 +291,7 @@ class Forward:
     def _end(self, begun: _Begun, which: int) -> None:
         """A call is over, and it is known how it is to be read."""
         n = self.calls.made[begun.call].n if begun.ways else None
-        if len(begun.ways) > 1 or begun.is_told:
+        if (len(begun.ways) > 1 or begun.is_told) and begun.call not in self._unsure:
             tell(self._model, begun.alike, begun.ways[which])
         is_known = begun.call in self._unwatched
         seen = self._seen if is_known and self._seen is not None else Seen(n is not None, begun.outputs[which])
@@ -301,10 +303,17 @@ class Forward:
     def decide(self, roots: Sequence[Any], nodes: Sequence[Node], names: Mapping[int, str]) -> None:
         """A backward from these roots begins: if the last call can be read in several ways, the outputs that the loss
         goes through say in which. Refuses by raising where they do not."""
-        begun = self._undecided
+        begun, unsure = self._undecided, self._unsure
+        if unsure and not unsure.isdisjoint(self.calls.have_made(nodes)) and not self._known.has_marks(nodes):
+            raise SamplesError(
+                "cannot tell whose gradient this is: a call of the model whose inputs have different numbers of rows "
+                "came before another call.\n  call backward after each, or unsum.mark_samples(losses)"
+            )
         if begun is None:
             self._refuse_other_roles(roots, nodes, names)
             return
+        if begun.call not in self.calls.have_made(nodes):
+            return  # of another model, say
         found = {edge: each.owners for edge, each in self._returned.find(nodes).items() if each.call == begun.call}
         is_marked = self._known.has_marks(nodes)  # then the user has said whose it is
         is_weight = self._sides.is_weight
@@ -315,8 +324,9 @@ class Forward:
         """Raise where a call was read as earlier ones were, and what the loss uses of it has the rows of another tensor
         that it was given."""
         others = self._returned.find(nodes) if self._doubted else {}
-        returned = {edge: each.owners for edge, each in others.items()}
-        if others and not self._known.find(nodes) and goes_through(roots, returned, names, self._sides.is_weight):
+        returned = {edge: each.owners for edge, each in (self._known.find(nodes) | others).items()}
+        top = goes_through(roots, returned, names, self._sides.is_weight) if others else []
+        if any(layout is each.owners for layout in top for each in others.values()):
             forget(self._model, self._doubted.get(next(iter(others.values())).call))
             raise SamplesError(
                 "what the model returns has other samples than what it was given: those of another tensor than in "
@@ -329,6 +339,8 @@ class Forward:
         if (begun := self._undecided) is not None:
             sizes = self._returned.numbers(begun.call)
             fitting = [k for k, way in enumerate(begun.ways) if way.n in sizes]
+            if len(fitting) != 1:
+                self._unsure.add(begun.call)
             self._choose(begun, fitting[0] if len(fitting) == 1 else 0)
 
     def _choose(self, begun: _Begun, which: int) -> None:

@@ -57,8 +57,10 @@ class Planner:
         """The plan of the graph that `call` is about to walk, of which the samples are `known` at some places, made by
         the calls that it has `crossed`. Refuses by raising."""
         forward, setting = self._forward, self._setting
-        calls = crossed or forward.calls.pending()
-        made = frozenset(each for each in crossed if each in forward.calls.made) or forward.calls.pending()
+        pending = forward.calls.pending()
+        inside = frozenset() if crossed else forward.calls.have_made(seen.nodes) & pending
+        calls = crossed or inside or pending
+        made = frozenset(each for each in calls if each in forward.calls.made) or pending
         n = number_of_samples(known) if self._ids is None and known else forward.calls.number_of_samples(calls)
         if n is None:
             raise unknown_samples(forward.mismatch())
@@ -83,7 +85,7 @@ class Planner:
             if structure is None or is_new:
                 structure = Structure(plan, judged, self._sides.is_blind)
                 remember(self._model, key, structure)
-            if not judged.is_dynamic:
+            if not judged.is_dynamic and structure.is_blind == self._sides.is_blind:
                 structure.keep(Sizes(seen.signature, (n, *known.values())), plan)
         self._told(key if plan.lasting else None, made, judged)
         return Planned(plan, nodes, calls, is_checked=True, unproven=key if is_new else None)

@@ -30,8 +30,7 @@ _told: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Told]] = weakref.Weak
 class Told:
     """What earlier calls have told."""
 
-    teller: int  # which of the tensors has the samples
-    members: frozenset[int]  # those that had as many rows in every call
+    members: frozenset[int]  # the tensors that had n rows in every call
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,9 @@ def readings(given: Sequence[Tensor], k: int, told: Told | None) -> list[Reading
     in the order of the tensors, positions last."""
     sizes = [int(t.shape[k]) if t.dim() > k else -1 for t in given]
     distinct = [size for size in dict.fromkeys(sizes) if size >= 0]
-    if told is not None and told.teller < len(sizes) and (n := sizes[told.teller]) >= 0:
-        way = Reading(n, frozenset(i for i in told.members if sizes[i] == n))
+    own = {sizes[i] for i in told.members if i < len(sizes)} if told is not None else set()
+    if told is not None and len(own) == 1 and (n := own.pop()) >= 0:
+        way = Reading(n, told.members)
         if n != 1 or len(distinct) == 1:
             return [way]
         distinct.remove(n)  # one row may be for all samples of another tensor
@@ -74,9 +74,9 @@ def tell(model: nn.Module, alike: Hashable, reading: Reading) -> None:
         known.clear()
     before = known.get(alike)
     if before is None:
-        known[alike] = Told(min(reading.members), reading.members)
-    elif before.members - reading.members:
-        known[alike] = Told(before.teller, before.members & reading.members)
+        known[alike] = Told(reading.members)
+    elif before.members & reading.members:
+        known[alike] = Told(before.members & reading.members)
 
 
 def forget(model: nn.Module, alike: Hashable) -> None:
