@@ -1,6 +1,9 @@
 """Models that return their loss alone, or scale, sort and turn their inputs first: whose a row is follows from what the
 model does with its inputs in this very step, never from sums that agree or from the step before."""
 
+import math
+import random
+
 import pytest
 import torch
 from reference import each_of
@@ -10,6 +13,8 @@ from torch.nn import functional as F
 import unsum
 from one_by_one import step
 from unsum.errors import InteractionError, UnsumError
+from unsum.graph.layout import Regular
+from unsum.learn.rows import Rows
 
 D = 4
 
@@ -27,6 +32,36 @@ def assert_both(model, loss, *batch, engine="auto"):
     each = each_of(model, (loss(*(t[i : i + 1] for t in batch)) for i in range(len(batch[0]))))
     for kind in ("norms", "kept"):
         step(model, lambda: loss(*batch), each, kind, engine=engine)
+
+
+def test_owners_of_views_by_where_they_lie():
+    """Random views of random tensors, against the same views of the owners themselves."""
+    pick = random.Random(0)
+    for _ in range(1500):
+        shape = [pick.randint(1, 4) for _ in range(pick.randint(1, 4))]
+        x = torch.arange(1000.0)[pick.randint(0, 5) :][: math.prod(shape)].view(shape)
+        x = x.permute(*pick.sample(range(x.dim()), x.dim()))
+        x = x.narrow(0, 0, pick.randint(1, x.shape[0]))
+        dim = pick.randrange(x.dim())
+        layout = Regular(tuple(x.shape), x.shape[dim], dim, 1)
+        owners, view = layout.owner().expand(x.shape), x
+        for _ in range(pick.randint(1, 4)):
+            k = pick.randrange(view.dim()) if view.dim() else 0
+            at = pick.randrange(view.shape[k]) if view.dim() else 0
+            change = pick.choice(
+                [
+                    lambda t, k=k: t.unsqueeze(k),
+                    lambda t, k=k: t.movedim(k, 0) if t.dim() else t,
+                    lambda t, k=k, at=at: t.narrow(k, at, t.shape[k] - at) if t.dim() else t,
+                    lambda t, k=k, at=at: t.select(k, at) if t.dim() > 1 else t,
+                    lambda t, k=k: t.movedim(k, 0)[::2].movedim(0, k) if t.dim() else t,
+                ]
+            )
+            view, owners = change(view), change(owners)
+        rows = Rows()
+        rows.remember(x, layout, 0)
+        (place,) = next(iter(rows._places.values()))
+        torch.testing.assert_close(place.owners_of(view).long(), owners.long())
 
 
 class Alone(nn.Module):

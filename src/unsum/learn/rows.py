@@ -87,7 +87,34 @@ class _Place:
         """The sample of every number of a view of this tensor; None where parts of it say nothing."""
         if (tuple(view.shape), view.stride(), view.storage_offset()) == (self.shape, self.stride, self.offset):
             return self.owners.owner().expand(self.shape)
-        return None if self.dims is None else self.owner_at(_addresses(view))
+        if self.dims is None:
+            return None
+        found = self._cut_out(view)
+        return self.owner_at(_addresses(view)) if found is None else found
+
+    def _cut_out(self, view: Tensor) -> Tensor | None:
+        """The same for a view that only exchanges dimensions and leaves out their ends, without a look at each number;
+        None for any other."""
+        left, start = int(view.storage_offset()) - self.offset, dict.fromkeys(range(len(self.shape)), 0)
+        for d in self.dims or ():
+            start[d], left = divmod(left, self.stride[d])
+        by_stride = {self.stride[d]: d for d in self.dims or ()}
+        strided = zip(view.shape, view.stride(), strict=True)
+        used = [None if size == 1 else by_stride.get(stride, -1) for size, stride in strided]
+        own = [d for d in used if d is not None]
+        sizes = dict(zip(used, view.shape, strict=True))
+        if left or -1 in own or len(set(own)) < len(own) or any(start[d] + sizes[d] > self.shape[d] for d in own):
+            return None
+        found = self.owners.owner().expand(self.shape)
+        for d in range(len(self.shape)):
+            found = found.narrow(d, start[d], sizes.get(d, 1))
+        rest = [d for d in range(len(self.shape)) if d not in own]
+        found = found.permute(*own, *rest)
+        for _ in rest:
+            found = found.select(-1, 0)
+        for k, from_dim in enumerate(used):
+            found = found.unsqueeze(k) if from_dim is None else found
+        return found
 
     def owner_at(self, addresses: Tensor) -> Tensor:
         """The sample of each address in this memory; NOBODY where the tensor has no number."""
@@ -142,6 +169,8 @@ class Rows:
         if (name not in _MOVES and name not in _KEEPS) or made.layout != torch.strided or not made.numel():
             return
         if "out" in kwargs:  # called again, it would write to the user's own
+            return
+        if memory_number(made) in self._places:  # a view: known by where it lies
             return
         readings: dict[tuple[int, int], _Known] = {}
         given = [tensor for _, tensor in leaves((args, kwargs))]
@@ -323,7 +352,7 @@ def _called_on(
     def own(value: Any) -> Tensor:
         known = owners.get(id(value))
         # One more than each owner, so that what is filled up with zeros, or comes from elsewhere, is unknown.
-        return torch.zeros(value.shape, dtype=torch.long) if known is None else known.long() + 1
+        return torch.zeros(value.shape, dtype=torch.int32) if known is None else known.int() + 1
 
     def here(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -343,8 +372,8 @@ def _called_on(
         )
     except Exception:  # an argument that whole numbers cannot have
         return None
-    fits = isinstance(found, Tensor) and found.shape == made.shape and found.dtype == torch.long
-    return found.int() - 1 if fits else None
+    fits = isinstance(found, Tensor) and found.shape == made.shape and found.dtype == torch.int32
+    return found - 1 if fits else None
 
 
 def _of_copy(place: _Place, tensor: Tensor, saved: Tensor) -> Layout | None:
