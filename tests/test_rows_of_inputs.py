@@ -90,6 +90,24 @@ def test_samples_that_are_sorted_inside(first, engine):
             assert_both(model, model, torch.randn(3, 5, D), torch.tensor(lengths), engine=engine)
 
 
+CHANGED = {
+    "sine": torch.sin,
+    "softmax": lambda x: x.softmax(-1),
+    "sums along time": lambda x: x.cumsum(1),
+    "a mask": lambda x: (x > 0).double(),
+    "scaled to length one": lambda x: F.normalize(x, dim=-1),
+    "gelu, then turned": lambda x: F.gelu(x).flip(0)[torch.arange(len(x)).flip(0)],
+    "rounded": lambda x: (4 * x).round() / 4,
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_inputs_that_are_changed_number_by_number_or_within_a_sample(change):
+    model = Alone(CHANGED[change])
+    for n, t in ((3, 5), (3, 5), (4, 4), (2, 3), (1, 5), (5, 3)):
+        assert_both(model, model, torch.randn(n, t, D))
+
+
 @pytest.mark.parametrize("inputs", ["one-hot", "equal rows", "zeros and ones"])
 def test_rows_that_look_alike_are_not_told_by_their_looks(inputs):
     order = torch.tensor([2, 0, 1])

@@ -33,7 +33,10 @@ _KEEPS = {
     "to", "float", "double", "half", "bfloat16", "long", "int", "type", "clone", "contiguous", "add", "sub", "mul",
     "div", "true_divide", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "neg",
     "clamp", "log", "log1p", "exp", "sqrt", "tanh", "abs", "relu", "sigmoid", "pow", "__pow__", "square", "layer_norm",
-    "type_as", "nan_to_num", "dropout", "masked_fill",
+    "type_as", "nan_to_num", "dropout", "masked_fill", "sin", "cos", "tan", "erf", "gelu", "silu", "elu", "leaky_relu",
+    "softplus", "hardtanh", "sign", "floor", "ceil", "round", "trunc", "reciprocal", "rsqrt", "expm1", "log2", "log10",
+    "softmax", "log_softmax", "cumsum", "normalize", "remainder", "fmod", "__mod__", "__neg__", "__abs__",
+    "__rtruediv__", "__gt__", "__lt__", "__ge__", "__le__", "gt", "lt", "ge", "le", "eq", "ne", "bool",
 }  # fmt: skip
 _FILLS = {"zero_", "fill_", "index_fill_", "clamp_min_", "clamp_max_", "sub_", "add_", "mul_", "div_"}
 _MULTIPLY = ("Mm", "Addmm", "Bmm", "Baddbmm", "Addbmm", "Linear", "Mv", "Addmv", "MkldnnRnn", "CudnnRnn", "Addr")
@@ -168,7 +171,7 @@ class Rows:
         or changes each by itself, so is what was made: its owners are found by calling the function on theirs."""
         if (name not in _MOVES and name not in _KEEPS) or made.layout != torch.strided or not made.numel():
             return
-        if "out" in kwargs:  # called again, it would write to the user's own
+        if kwargs.get("out") is not None:  # called again, it would write to the user's own
             return
         if memory_number(made) in self._places:  # a view: known by where it lies
             return

@@ -150,9 +150,9 @@ class Sides(TorchFunctionMode):
         with self._saved.over_checkpoint():
             result = func(*args, **kwargs)
         if self.rows is not None and inputs:
-            target = kwargs.get("out", inputs[0] if _writes(name) else None)
-            for tensor in _tensors(target) if target is not None else ():
-                self.rows.written(name if "out" not in kwargs else "", tensor, [t for t in inputs if t is not tensor])
+            out = kwargs.get("out")
+            for tensor in _tensors(out) if out is not None else inputs[:1] if _writes(name) else ():
+                self.rows.written(name if out is None else "", tensor, [t for t in inputs if t is not tensor])
         if self.rows is not None and inputs and isinstance(result, Tensor) and not result.requires_grad:
             self.rows.follow(func, name, args, kwargs, result)
         if self.rows is not None and records:
