@@ -2,7 +2,7 @@
 truth, {parameter: (n, *shape)}; tolerances are shares of its largest sample's norm."""
 
 import torch
-from reference import per_sample_gradients
+from reference import each_of, per_sample_gradients
 
 import unsum
 from unsum.errors import UnsumError
@@ -91,6 +91,19 @@ def assert_right(model, run, each, *, shared=None, tolerance=1e-9, **options):
 def assert_rows(model, loss, *batch, **options):
     """`assert_right` of a loss that is a sum over rows: `loss(model, *batch)`, with each row run alone as the truth."""
     assert_right(model, lambda: loss(model, *batch), per_sample_gradients(model, loss, *batch), **options)
+
+
+def assert_both(model, run, alone, n, **options):
+    """A block with norms and one that keeps, against `alone(i)`, the loss of each sample, in the model's own dtype."""
+    each = each_of(model, (alone(i) for i in range(n)))
+    for kind in ("norms", "kept"):
+        step(model, run, each, kind, **options)
+
+
+def assert_each_row(model, loss, *batch, **options):
+    """`assert_both` of a loss that is a sum over rows: `loss(*batch)`, with each row run alone."""
+    alone = lambda i: loss(*(t[i : i + 1] for t in batch))
+    assert_both(model, lambda: loss(*batch), alone, len(batch[0]), **options)
 
 
 def right_or_refused(model, run, each, *, tolerance=1e-9, **options):

@@ -6,32 +6,17 @@ import random
 
 import pytest
 import torch
-from reference import each_of
 from torch import nn
 from torch.nn import functional as F
 
 import unsum
-from one_by_one import step
+from one_by_one import assert_each_row
 from unsum.errors import InteractionError, UnsumError
 from unsum.graph.layout import Regular
 from unsum.learn.rows import Rows
 
 D = 4
-
-
-@pytest.fixture(autouse=True)
-def _doubles():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def assert_both(model, loss, *batch, engine="auto"):
-    """Blocks of both kinds, against each row run alone; `loss(*batch)` is a sum over rows."""
-    each = each_of(model, (loss(*(t[i : i + 1] for t in batch)) for i in range(len(batch[0]))))
-    for kind in ("norms", "kept"):
-        step(model, lambda: loss(*batch), each, kind, engine=engine)
+pytestmark = pytest.mark.usefixtures("doubles")
 
 
 def test_owners_of_views_by_where_they_lie():
@@ -87,7 +72,7 @@ def test_samples_that_are_sorted_inside(first, engine):
     for change in (lambda x: x, lambda x: x / 2, lambda x: x.clone()):
         model = Sorted(change)
         for lengths in (first, [2, 5, 3], [1, 2, 5], [5, 5, 5], [3, 2, 1]):
-            assert_both(model, model, torch.randn(3, 5, D), torch.tensor(lengths), engine=engine)
+            assert_each_row(model, model, torch.randn(3, 5, D), torch.tensor(lengths), engine=engine)
 
 
 CHANGED = {
@@ -105,7 +90,7 @@ CHANGED = {
 def test_inputs_that_are_changed_number_by_number_or_within_a_sample(change):
     model = Alone(CHANGED[change])
     for n, t in ((3, 5), (3, 5), (4, 4), (2, 3), (1, 5), (5, 3)):
-        assert_both(model, model, torch.randn(n, t, D))
+        assert_each_row(model, model, torch.randn(n, t, D))
 
 
 @pytest.mark.parametrize("inputs", ["one-hot", "equal rows", "zeros and ones"])
@@ -118,7 +103,7 @@ def test_rows_that_look_alike_are_not_told_by_their_looks(inputs):
             "equal rows": torch.randn(1, D).repeat(3, 1),
             "zeros and ones": torch.randint(2, (3, D)).double(),
         }[inputs]
-        assert_both(model, model, x)
+        assert_each_row(model, model, x)
 
 
 TURNS = {
@@ -147,7 +132,7 @@ def test_what_is_done_with_inputs_changes_from_step_to_step(square):
         current[0] = ways[(3 * k) % len(ways)]
         model.change = lambda x, k=k: current[0](x, k)
         n, t = (4, 4) if square else (3, 5)
-        assert_both(model, model, torch.randn(n, t, D))
+        assert_each_row(model, model, torch.randn(n, t, D))
 
 
 class Classes(nn.Module):
@@ -168,7 +153,7 @@ def test_a_branch_that_appears_where_as_many_classes_are_shared_as_there_are_sam
         x, classes = torch.randn(n, D), torch.randn(3, 2)
         loss = lambda x, classes=classes: model(x, classes).square().sum()
         try:
-            assert_both(model, loss, x)
+            assert_each_row(model, loss, x)
         except UnsumError:  # in the step in which it appears, nobody was watching
             refused += 1
     assert refused <= 1
@@ -198,7 +183,7 @@ def test_outputs_with_rows_of_both_kinds(sizes, order):
             return F.cross_entropy(model(**{name: given[name] for name in order})["scores"], y, reduction="sum")
 
         try:
-            assert_both(model, loss, torch.randn(n, 6), torch.randint(3, (n,)))
+            assert_each_row(model, loss, torch.randn(n, 6), torch.randint(3, (n,)))
         except InteractionError:
             assert n == 3 and n == sizes[0]  # as many texts as images, at first sight: these may be pairs
 
@@ -217,7 +202,7 @@ def test_a_loss_beside_what_all_samples_share():
     for n in (4, 4, 5, 3, 1):
         classes = torch.randn(3, 2)
         loss = lambda x, y, classes=classes: model(x, y, classes)[0]
-        assert_both(model, loss, torch.randn(n, D), torch.randint(3, (n,)))
+        assert_each_row(model, loss, torch.randn(n, D), torch.randint(3, (n,)))
 
 
 MIXED = {
@@ -248,7 +233,7 @@ def test_interaction_that_appears_at_some_step_is_refused_in_it(mix, change):
                 with unsum.gradients(model):
                     model(x).square().sum().backward()
         else:
-            assert_both(model, lambda x: model(x).square().sum(), x)
+            assert_each_row(model, lambda x: model(x).square().sum(), x)
 
 
 @pytest.mark.parametrize("kind", ["statistics of the input", "of what was made of it"])
@@ -285,7 +270,7 @@ def test_shuffled_negatives_are_inputs_like_others():
     model = Net()
     for _ in range(3):
         x, y = torch.randn(5, 3), torch.randn(5, 2)
-        assert_both(model, lambda x, y, z: (model(x, y) - model(x, z).exp()).sum(), x, y, y[torch.randperm(5)])
+        assert_each_row(model, lambda x, y, z: (model(x, y) - model(x, z).exp()).sum(), x, y, y[torch.randperm(5)])
 
 
 def test_an_expert_that_gets_all_rows_and_then_none():
@@ -302,4 +287,4 @@ def test_an_expert_that_gets_all_rows_and_then_none():
     for sign in (1, -1, 1, -1, -1):
         x = torch.randn(4, D)
         x[:, 0] = sign
-        assert_both(model, lambda x: model(x).square().sum(), x)
+        assert_each_row(model, lambda x: model(x).square().sum(), x)

@@ -11,14 +11,7 @@ import unsum
 from unsum.errors import InteractionError, UnsumError
 
 D = 4
-
-
-@pytest.fixture(autouse=True)
-def _doubles():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("doubles")
 
 
 def assert_step(model, loss, *batch, run=None):

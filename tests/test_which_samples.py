@@ -9,25 +9,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import unsum
-from one_by_one import step
+from one_by_one import assert_both
 from unsum.errors import InteractionError, UnsumError
 
 D = 4
-
-
-@pytest.fixture(autouse=True)
-def _doubles():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def assert_both(model, run, alone, n):
-    """Blocks of both kinds, against `alone(i)` for each sample."""
-    each = each_of(model, (alone(i) for i in range(n)))
-    for kind in ("norms", "kept"):
-        step(model, run, each, kind)
+pytestmark = pytest.mark.usefixtures("doubles")
 
 
 def cross(scores, labels):

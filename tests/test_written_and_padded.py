@@ -8,25 +8,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import unsum
-from one_by_one import step
+from one_by_one import assert_each_row
 from unsum.errors import InteractionError, UnsumError
 
 D = 4
-
-
-@pytest.fixture(autouse=True)
-def _doubles():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def assert_both(model, loss, *batch):
-    """Blocks of both kinds, against each row run alone; `loss(*batch)` is a sum over rows."""
-    each = each_of(model, (loss(*(t[i : i + 1] for t in batch)) for i in range(len(batch[0]))))
-    for kind in ("norms", "kept"):
-        step(model, lambda: loss(*batch), each, kind)
+pytestmark = pytest.mark.usefixtures("doubles")
 
 
 class Alone(nn.Module):
@@ -55,7 +41,7 @@ JOINED = {
 def test_positions_that_are_added_to_a_sample_are_its_own(way):
     model = Alone(JOINED[way])
     for n, t in ((3, 5), (3, 5), (4, 4), (2, 3), (1, 5), (5, 3)):
-        assert_both(model, model, torch.randn(n, t, D))
+        assert_each_row(model, model, torch.randn(n, t, D))
 
 
 @pytest.mark.parametrize("value", [0, 1, 2, 8])
@@ -66,7 +52,7 @@ def test_a_first_token_whatever_its_number(value):
     ):
         model = Alone(change, nn.Embedding(9, D))
         for n, t in ((3, 5), (3, 4), (4, 4), (1, 2)):
-            assert_both(model, model, torch.randint(9, (n, t)))
+            assert_each_row(model, model, torch.randint(9, (n, t)))
 
 
 def _exchanged(x):
@@ -90,7 +76,7 @@ def test_rows_that_are_written_elsewhere(way):
     model, right = Alone(WRITTEN[way]), 0
     for n, t in ((3, 5), (3, 5), (4, 4), (2, 3)):
         try:
-            assert_both(model, model, torch.randn(n, t, D))
+            assert_each_row(model, model, torch.randn(n, t, D))
             right += 1
         except UnsumError:  # of what was written to, nothing is known
             assert way != "changed in place"
@@ -128,7 +114,7 @@ def test_a_model_that_keeps_what_it_was_given():
 
     model, x = Net(), torch.randn(3, D)
     for _ in range(4):
-        assert_both(model, lambda x: model(x).square().sum(), x)
+        assert_each_row(model, lambda x: model(x).square().sum(), x)
 
 
 CHOSEN = {
@@ -151,7 +137,7 @@ def test_numbers_from_choices_are_data(way):
 
     model = Net(False)
     for _ in range(3):
-        assert_both(model, lambda x: model(x).square().sum(), torch.randn(4, D))
+        assert_each_row(model, lambda x: model(x).square().sum(), torch.randn(4, D))
     model = Net(True)
     for _ in range(3):
         with pytest.raises(InteractionError):
@@ -232,7 +218,7 @@ def test_no_other_dimension_without_evidence(change):
     for model.dim in (1, 1, 1, 1, 0, 1, 0, 0):
         x = torch.randn(4, 4, D)
         if model.dim:
-            assert_both(model, lambda x: model(x).square().sum(), x)
+            assert_each_row(model, lambda x: model(x).square().sum(), x)
         else:
             with pytest.raises(InteractionError):
                 with unsum.gradients(model):

@@ -17,7 +17,16 @@ HOME = Path(__file__).parent.parent / "src" / "unsum"
 SEAMS = "seams"
 # Torch's, though something of unsum's has the same name.
 FOREIGN = {"_version", "_base", "_is_view", "_backward_hooks", "_forward_hooks"}
-TEXTS = ("_saved_", "_raw_saved", "_backward_hooks", "_post_accumulate", "_input_metadata", "_sequence_nr", "_foreach")
+TEXTS = (
+    "torch._",
+    "_saved_",
+    "_raw_saved",
+    "_backward_hooks",
+    "_post_accumulate",
+    "_input_metadata",
+    "_sequence_nr",
+    "_foreach",
+)
 
 
 def defined(tree: ast.AST) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from unsum import seams
 from unsum.compiled.pattern import Untappable
 from unsum.compiled.trace import backend, hold
-from unsum.seams.compiling import allow_in_graph, backend_of, compiler_of, dynamic_of
+from unsum.seams.compiling import allow_in_graph, backend_of, compiler_of, dynamic_of, uses_cuda_graphs
 
 _numbers = itertools.count()
 _local = threading.local()
@@ -37,8 +36,7 @@ def compiled_with_taps(module: nn.Module) -> Callable[..., Any]:
 def reuses_memory(module: nn.Module) -> bool:
     """Whether what the compiled model returns is overwritten by its next run (CUDA graphs)."""
     own: dict[str, Any] = getattr(backend_of(_context_of(module)), "config", None) or {}
-    inductor: Any = sys.modules.get("torch._inductor.config")
-    return bool(own.get("triton.cudagraphs") or (inductor is not None and inductor.triton.cudagraphs))
+    return bool(own.get("triton.cudagraphs") or uses_cuda_graphs())
 
 
 def taken_down(module: nn.Module) -> Callable[..., Any]:

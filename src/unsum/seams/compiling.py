@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -16,6 +17,12 @@ dynamic_of: Callable[[Any], bool | None] = attrgetter("_dynamic")  # whether siz
 def allow_in_graph(function: Callable[..., Any]) -> None:
     """Torch writes down a call of this function as it is, and does not look inside."""
     torch._dynamo.allow_in_graph(function)
+
+
+def uses_cuda_graphs() -> bool:
+    """Whether torch's own backend is set to record CUDA graphs."""
+    inductor: Any = sys.modules.get("torch._inductor.config")
+    return inductor is not None and bool(inductor.triton.cudagraphs)
 
 
 def flattened(arguments: Any) -> tuple[list[Any], str]:

@@ -1,0 +1,131 @@
+"""Following: whose the numbers are that a function makes of raw inputs, before any parameter and without a node.
+
+A function that moves numbers about is called on their owners as well. One that changes each number by itself, or within
+a sample, leaves the owners as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unsum.graph.layout import Layout, mapped, regular
+from unsum.learn.places import Place, as_a_whole
+
+# Functions that move numbers about; and such that change each by itself, or within a sample.
+MOVES = {
+    "reshape", "view", "contiguous", "transpose", "permute", "t", "flip", "roll", "index_select", "__getitem__", "cat",
+    "concat", "stack", "repeat", "repeat_interleave", "expand", "expand_as", "unsqueeze", "squeeze", "flatten",
+    "unflatten", "narrow", "movedim", "swapaxes", "pad", "_pad", "tile", "take_along_dim", "gather", "rot90", "clone",
+}  # fmt: skip
+KEEPS = {
+    "to", "float", "double", "half", "bfloat16", "long", "int", "type", "clone", "contiguous", "add", "sub", "mul",
+    "div", "true_divide", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "neg",
+    "clamp", "log", "log1p", "exp", "sqrt", "tanh", "abs", "relu", "sigmoid", "pow", "__pow__", "square", "layer_norm",
+    "type_as", "nan_to_num", "dropout", "masked_fill", "sin", "cos", "tan", "erf", "gelu", "silu", "elu", "leaky_relu",
+    "softplus", "hardtanh", "sign", "floor", "ceil", "round", "trunc", "reciprocal", "rsqrt", "expm1", "log2", "log10",
+    "softmax", "log_softmax", "cumsum", "normalize", "remainder", "fmod", "__mod__", "__neg__", "__abs__",
+    "__rtruediv__", "__gt__", "__lt__", "__ge__", "__le__", "gt", "lt", "ge", "le", "eq", "ne", "bool",
+}  # fmt: skip
+FILLS = {"zero_", "fill_", "index_fill_", "clamp_min_", "clamp_max_"}  # write numbers that are nobody's rows
+
+Known = dict[int, tuple[Place, Tensor]]  # arguments of a function that are remembered, by id: where, and themselves
+
+
+def made_of(function: Any, name: str, args: Any, kwargs: Any, known: Known, made: Tensor) -> Layout | None:
+    """The layout of what a function has made of remembered tensors; None if it is unclear."""
+    n = max(place.n for place, _ in known.values())
+    if name in KEEPS and not (args and id(args[0]) in known):
+        return None
+    if name in KEEPS:
+        layouts = [as_a_whole(place, tensor) for place, tensor in known.values()]
+        whole = layouts[0]
+        if whole is not None and whole.shape == tuple(made.shape) and layouts.count(whole) == len(layouts):
+            return whole
+    owners = {key: place.owners_of(tensor) for key, (place, tensor) in known.items()}
+    if any(own is None for own in owners.values()):
+        return None
+    if name in KEEPS and name not in MOVES:  # number by number, or along dimensions within a sample
+        first, *others = owners.values()
+        assert first is not None
+        is_clear = first.shape == made.shape and all(own is not None and torch.equal(first, own) for own in others)
+        return _layout(first, n) if is_clear else None
+    found = _called_on(function, name, args, kwargs, owners, made)
+    if found is None:
+        return None
+    return _completed(found, n) if bool((found < 0).any()) else _layout(found, n)
+
+
+def _called_on(
+    function: Any, name: str, args: Any, kwargs: Any, owners: Mapping[int, Tensor | None], made: Tensor
+) -> Tensor | None:
+    """What a function that moves the numbers of its first argument about makes of their owners."""
+
+    def own(value: Any) -> Tensor:
+        known = owners.get(id(value))
+        # One more than each owner, so that what is filled up with zeros, or comes from elsewhere, is unknown.
+        return torch.zeros(value.shape, dtype=torch.int32) if known is None else known.int() + 1
+
+    def here(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.cpu()
+        return type(value)(map(here, value)) if type(value) in (tuple, list) else value
+
+    first, *others = args or (None,)
+    moved = [first] if isinstance(first, Tensor) else list(first) if isinstance(first, tuple | list) else []
+    if not any(id(value) in owners for value in moved) or not all(isinstance(value, Tensor) for value in moved):
+        return None
+    numbers = {key: here(value) for key, value in kwargs.items() if key not in ("memory_format", "value")}
+    if name.endswith("pad"):
+        others = others[:2]  # not what it is filled with
+    try:
+        found = function(
+            own(first) if isinstance(first, Tensor) else list(map(own, moved)), *map(here, others), **numbers
+        )
+    except Exception:  # an argument that whole numbers cannot have
+        return None
+    fits = isinstance(found, Tensor) and found.shape == made.shape and found.dtype == torch.int32
+    return found - 1 if fits else None
+
+
+def of_copy(place: Place, tensor: Tensor, saved: Tensor) -> Layout | None:
+    """The layout of a tensor that a node has saved, if it is a copy of a remembered one, in the order of its numbers or
+    with the first two dimensions exchanged; None if it is not, or if both orders fit and differ in the owners."""
+    if saved.numel() != tensor.numel() or saved.dtype != tensor.dtype or saved.device != tensor.device:
+        return None
+    owners = place.owners_of(tensor)
+    if owners is None:
+        return None
+    found: list[Tensor] = []
+    for order in (lambda t: t, lambda t: t.transpose(0, 1)):
+        if torch.equal(order(tensor.detach()).reshape(saved.shape), saved):
+            found.append(order(owners).reshape(saved.shape))
+    if not found or not all(torch.equal(found[0], other) for other in found[1:]):
+        return None
+    return _layout(found[0], place.n)
+
+
+def _completed(owners: Tensor, n: int) -> Layout | None:
+    """The layout of a tensor of which some positions are unknown (padding, a first token, another tensor beside): they
+    are of the sample whose row they are in, if some position of every row is known and samples lie along rows."""
+    known = owners >= 0
+    for layout in regular(tuple(owners.shape), n):
+        if layout.block not in (1, layout.shape[layout.dim] // n):
+            continue
+        rows = known.movedim(layout.dim, 0).flatten(1).any(1)
+        if bool(rows.all()) and bool((~known | (owners == layout.owner().expand(owners.shape))).all()):
+            return layout
+    return None
+
+
+def _layout(owners: Tensor, n: int) -> Layout:
+    """The layout of a tensor whose numbers have these owners, of n samples."""
+    for layout in regular(tuple(owners.shape), n):
+        if layout.block in (1, layout.shape[layout.dim] // n):
+            wanted = layout.owner()
+            if torch.equal(wanted.expand(owners.shape), owners.to(wanted.dtype)):
+                return layout
+    return mapped(owners).narrowed()
