@@ -59,8 +59,8 @@ class Place:
         return self.owner_at(addresses(view)) if found is None else found
 
     def _cut_out(self, view: Tensor) -> Tensor | None:
-        """The same for a view that only exchanges dimensions and leaves out their ends, without a look at each number;
-        None for any other."""
+        """The sample of every number of a view that only exchanges dimensions and leaves out their ends, without a look
+        at each number; None for any other view."""
         left, start = int(view.storage_offset()) - self.offset, dict.fromkeys(range(len(self.shape)), 0)
         for d in self.dims or ():
             start[d], left = divmod(left, self.stride[d])

@@ -50,7 +50,7 @@ def exactly() -> Iterator[None]:
 
 
 def exact(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The same hook, within `exactly`."""
+    """A hook that runs within `exactly`, from one that may not."""
 
     def call(*args: Any) -> Any:
         with exactly():

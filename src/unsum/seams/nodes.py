@@ -35,7 +35,7 @@ def saved_of(node: Any, name: str) -> Any:
 
 
 def saved_or(node: Any, name: str, default: Any) -> Any:
-    """The same, or the default where nodes of this kind save nothing of this name."""
+    """What a node has saved under this name; the default where nodes of its kind save nothing so named."""
     return getattr(node, SAVED + name, default)
 
 

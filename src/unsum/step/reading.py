@@ -28,14 +28,14 @@ _told: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Told]] = weakref.Weak
 
 @dataclass(frozen=True)
 class Told:
-    """What earlier calls have told."""
+    """What earlier calls have told of later ones: which of their tensors have the samples."""
 
     members: frozenset[int]  # the tensors that had n rows in every call
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A way to read a call."""
+    """A way to read a call: how many samples it has, and which tensors have them."""
 
     n: int
     members: frozenset[int]  # the tensors that have n samples
