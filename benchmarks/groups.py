@@ -27,7 +27,7 @@ from measuring import machine, options_of, parsed, write
 from models import GPT
 from unsum.kernels import fused, grouped, product
 from unsum.plan import memory
-from unsum.step import stacked as together
+from unsum.step import lanes
 
 SHAPE = {"width": 768, "depth": 12, "heads": 12, "vocabulary": 50304, "length": 128}
 TINY = {"width": 32, "depth": 2, "heads": 2, "vocabulary": 50, "length": 8}
@@ -98,7 +98,7 @@ def taken(model: nn.Module, device: str, rows: int) -> None:
 def steps(made: Made, rounds: int) -> Iterator[dict[str, Any]]:
     shape = TINY if made.is_small else SHAPE
     device, rows = made.device, grouped.ROWS.get(made.device, 0)
-    together.ROWS = {device: rows}  # as it is, whatever is done to the other
+    lanes.ROWS = {device: rows}  # as it is, whatever is done to the other
     model = GPT(**shape).to(device, made.dtype)
     x = torch.randint(shape["vocabulary"], (8, shape["length"]), device=device)
     found: dict[str, Tensor] = {}

@@ -42,25 +42,25 @@ def test_check_takes_samples_and_names_what_is_frozen():
 
 def test_check_is_red_when_an_owner_is_shifted(monkeypatch):
     from unsum.factors.outer import Outer
-    from unsum.step import collect as intake
+    from unsum.step import collect
 
-    real = intake.Intake.meet
+    real = collect.Collector.meet
 
     def shifted(self, parameter, meetings, kind):
         if isinstance(kind, Outer):
             kind = dataclasses.replace(kind, a=kind.a.roll(1, 0), delta=kind.delta.roll(1, 0))
         real(self, parameter, meetings, kind)
 
-    monkeypatch.setattr(intake.Intake, "meet", shifted)
+    monkeypatch.setattr(collect.Collector, "meet", shifted)
     found = unsum.check(mlp(), lambda m, x: m(x).flatten(1).square().sum(1), SEQUENCES)
     assert not found.ok and "WRONG" in str(found)
 
 
 def test_a_part_that_was_not_seen_is_an_error(monkeypatch):
-    from unsum.step import collect as intake
+    from unsum.step import collect
 
-    real = intake.Intake.meet
-    monkeypatch.setattr(intake.Intake, "meet", lambda self, p, met, kind: real(self, p, met, kind.times(0.5)))
+    real = collect.Collector.meet
+    monkeypatch.setattr(collect.Collector, "meet", lambda self, p, met, kind: real(self, p, met, kind.times(0.5)))
     for engine in ("auto", "graph"):
         with pytest.raises(SamplesError, match="part of its gradient"):
             with unsum.gradients(mlp(), engine=engine) as g:

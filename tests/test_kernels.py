@@ -539,7 +539,7 @@ def test_layers_through_kernels(net, way, monkeypatch):
     monkeypatch.setattr(costs, "cheaper", lambda *shape, **options: way)
     monkeypatch.setattr(costs, "is_fused", lambda *shape: True)
     monkeypatch.setattr(product, "_at_once", lambda n, size: n)
-    monkeypatch.setattr("unsum.step.pool.SMALL", {})
+    monkeypatch.setattr("unsum.step.lanes.SMALL", {})
     monkeypatch.setattr("unsum.kernels.grouped.ROWS", {})
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     served = fused.serves

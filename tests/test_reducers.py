@@ -65,7 +65,7 @@ def loss(model, x):
 def test_squared_norms_for_a_reducer_of_ones_own(caplog):
     model = layers()
     caplog.set_level("INFO", logger="unsum")
-    for _ in range(6):  # learnt, derived, recorded, compared, alone
+    for _ in range(6):
         x = torch.randn(N, T, WIDTH, dtype=torch.float64)
         each = per_sample_gradients(model, loss, x)
         model.zero_grad()

@@ -19,7 +19,6 @@ from unsum.factors.routed import Routed
 from unsum.factors.total import dot, sq_norms, total
 from unsum.graph.layout import Mapped
 from unsum.graph.positions import Positions, positions
-from unsum.plan.memory import plans
 
 N, T, D, H, E, K = 4, 6, 8, 16, 5, 2
 
@@ -191,9 +190,6 @@ def test_batches_that_route_otherwise(way, sweeps, monkeypatch):
         with torch.no_grad():
             for p in model.parameters():
                 p += 0.02 * torch.randn_like(p)
-    found = [place for plan in plans(model) for known in plan.recordings.values() for place in known.values()]
-    recorded = [place.known for place in found if hasattr(place, "known") and place.known.maps]
-    assert way != "gram" or 3 in [known.stage for known in recorded]  # rows that go elsewhere, by recordings
 
 
 @needs_grouped

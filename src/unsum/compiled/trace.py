@@ -14,19 +14,23 @@ import torch
 from torch import Tensor, nn
 
 from unsum import seams
-from unsum.compiled.aside import Aside
 from unsum.compiled.pattern import Leaf, Pattern, Unknown, Untappable, Way, described, made
 from unsum.factors.dense import Dense
+from unsum.factors.grouping import grouping
+from unsum.factors.outer import Outer
 from unsum.factors.scale import Scale
 from unsum.factors.total import Kind
 from unsum.graph.nodes import Node, below
+from unsum.kernels import grouped
+from unsum.kernels.traced import hint
 from unsum.learn.audit import shape_of
 from unsum.plan.plan import Plan
 from unsum.reducers import SQ_NORMS
 from unsum.reducers.tap import Tap
 from unsum.rules.follow import cast, finished, follow
 from unsum.rules.registry import Call, find
-from unsum.step.collect import Intake
+from unsum.step.collect import Collector
+from unsum.step.launches import Launches
 
 _local = threading.local()
 
@@ -98,11 +102,12 @@ class _Session:
         self._trace = trace
         self._taps, self._inputs = given[: trace.taps], given[trace.taps :]
         self._sums: dict[int, Tensor] = {}
-        self._intake: Intake | None = None
+        self._collector: Collector | None = None
         self._pattern: Pattern | None = None
         self._skipped: frozenset[str] = frozenset()  # parameters whose gradient torch need not compute
         self._small: dict[int, list[tuple[str, Tensor]]] = {}  # gradients of scales and shifts, by their size
-        self._aside = Aside()
+        self._launches: Launches[str] = Launches()
+        self._held: dict[int, Tensor] = {}  # gradients that have to stay until the kernels run, by id
         self._reducers: list[Any] = []
 
     def attach(self, outputs: Sequence[Any], parameters: Sequence[Any]) -> None:
@@ -161,10 +166,10 @@ class _Session:
             self._skipped = pattern.spare
         plan = Plan.empty(n, expected=pattern.expected)
         wanted = {id(p): p for p in trace.parameters.values()}
-        self._intake = Intake(
+        self._collector = Collector(
             plan, wanted, {id(p): name for name, p in trace.parameters.items()}, self._reducers,
             keep=False, scale=None, check=False, skipped=self._skipped, only=None,
-            deliver=self._deliver, pooled=False,
+            deliver=self._deliver, eager=False,
         )  # fmt: skip
         for reducer in self._reducers:
             reducer.begin(n, False)
@@ -217,31 +222,49 @@ class _Session:
             self._arrive(name, way, cast(kind, self._trace.parameters[name].dtype))
 
     def _arrive(self, name: str, way: Way, kind: Kind) -> None:
-        assert self._intake is not None and self._pattern is not None
+        assert self._collector is not None and self._pattern is not None
         parameter = self._trace.parameters[name]
         is_norms = [getattr(reducer, "wants", None) for reducer in self._reducers] == [SQ_NORMS]
         alone = is_norms and self._pattern.expected[name] == 1
-        if alone and self._aside.take(name, kind, parameter.dtype):
-            self._intake.pass_by(parameter)
+        if alone and self._launched(name, kind, parameter.dtype):
+            self._collector.pass_by(parameter)
             return
         if not alone or not isinstance(kind, Scale | Dense):
-            self._intake.meet(parameter, {way.meeting: None}, kind)
+            self._collector.meet(parameter, {way.meeting: None}, kind)
             return
         each = kind.per_sample().flatten(1)  # few numbers: their squares are added up at the end, for all at once
         self._small.setdefault(each.shape[1], []).append((name, each))
-        self._intake.pass_by(parameter)
+        self._collector.pass_by(parameter)
         if name in self._skipped:
             self._sums[id(parameter)] = each.sum(0)
 
+    def _launched(self, name: str, kind: Kind, dtype: torch.dtype) -> bool:
+        """Whether one launch for many layers will give the norms of these factors, of a parameter of this dtype."""
+        found = grouping(kind, dtype)
+        if found is None or not isinstance(kind, Outer | Scale):
+            return False
+        delta = kind.delta
+        n, t = delta.shape[:2]
+        is_small = grouped.is_small(hint(n) * hint(t), delta.device.type)
+        if not is_small or not grouped.is_ready(delta.device, delta.dtype):
+            return False
+        held = {**self._held, id(delta): delta}
+        if sum(hint(each.numel()) for each in held.values()) > grouped.HELD.get(delta.device.type, 0):
+            return False
+        self._held = held
+        way, tensors = found
+        self._launches.add(way, n, t, hint(t), name, tensors)
+        return True
+
     def finish(self) -> tuple[Tensor | None, ...]:
-        assert self._intake is not None
-        for names, squares in self._aside.squares():
+        assert self._collector is not None
+        for names, squares in self._launches.norms(traced=True):
             self._reducers[0].receive(names, squares)
         for group in self._small.values():
             held = sorted(group, key=lambda each: each[0])
             squares = torch.stack([each for _, each in held]).square().sum(2)
             self._reducers[0].receive([name for name, _ in held], squares)
-        self._intake.finish()
+        self._collector.finish()
         values: list[Tensor | None] = []
         for form, reducer, taps in zip(self._trace.forms, self._reducers, self._by_form(self._taps), strict=True):
             values += [v.to(tap.dtype).expand(tap.shape) for v, tap in zip(form.values(reducer), taps, strict=True)]

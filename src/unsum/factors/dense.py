@@ -75,4 +75,8 @@ class Dense:
 
     def project(self, left: Tensor, right: Tensor) -> Tensor:
         """(n, k, k): L G R for a parameter seen as a matrix (rows, rest)."""
-        return left.to(self.values) @ self.values.flatten(2) @ right.to(self.values)
+        values = self.values.flatten(2)
+        if left.dim() == 3:  # of several parameters after each other, each with its own
+            each = values.unflatten(0, (len(left), -1))
+            return (left.to(values)[:, None] @ each @ right.to(values)[:, None]).flatten(0, 1)
+        return left.to(values) @ values @ right.to(values)

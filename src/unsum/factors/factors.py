@@ -17,14 +17,10 @@ from unsum.factors import total
 from unsum.factors.dense import Dense
 from unsum.factors.outer import Outer
 from unsum.factors.routed import Routed
-from unsum.factors.scale import Scale
 from unsum.factors.total import Kind
 from unsum.factors.windows import Windows
-from unsum.kernels.constants import constant
 from unsum.kernels.product import rows, wide
 from unsum.seams.tensors import version_of
-
-SMALL = 1 << 14  # numbers of a parameter
 
 
 @dataclass
@@ -148,14 +144,6 @@ class Factors:
         formed._sum = self._sum = None if summed is None else share.times(summed)
         return formed
 
-    def small(self) -> Tensor | None:
-        """(n, numbers): the gradients of a scale or a shift, which are small; None of others."""
-        if len(self._shares) != 1 or len(kinds := self._shares[0].kinds) != 1 or self.is_complex:
-            return None
-        if not isinstance(kinds[0], Scale | Dense) or prod(self.shape) > SMALL:
-            return None
-        return rows(self._shares[0].times(kinds[0].per_sample())).to(self.dtype)
-
     def is_changed(self) -> bool:
         """Whether a tensor among the factors was changed in place since they came."""
         return any(share.is_changed() for share in self._shares)
@@ -186,12 +174,16 @@ class Factors:
         return self.projected(k, None if wanted is None else projection(self.name, seed, *wanted, self._device))
 
     def projected(self, k: int, matrices: tuple[Tensor, Tensor] | None) -> Tensor:
-        """(n, k·k) by these matrices, of which `sides` tells the sizes."""
+        """(n, k·k) by these matrices, of which `sides` tells the sizes; of several parameters after each other
+        (`Layers`) by (layers, …) of them."""
         if matrices is None:
             return rows(self.per_sample())
         left, right = matrices
         if len(self.shape) < 2:
-            return rows(self.per_sample()) @ left.to(self.dtype).T
+            flat = rows(self.per_sample())
+            if left.dim() == 3:
+                return (flat.unflatten(0, (len(left), -1)) @ left.to(self.dtype).mT).flatten(0, 1)
+            return flat @ left.to(self.dtype).T
         parts = []
         for share in self._shares:
             each = [kind.project(left, right).to(self.dtype) for kind in share.kinds]
@@ -286,7 +278,7 @@ def projection(
     generator = torch.Generator().manual_seed((zlib.crc32(name.encode()) << 16) + seed)
     left = torch.randn(k, rows, generator=generator, dtype=torch.float32) / k**0.5
     right = torch.randn(columns, k, generator=generator, dtype=torch.float32) / k**0.5
-    return constant(left.to(device)), constant(right.to(device))
+    return left.to(device), right.to(device)
 
 
 def _padded(tensors: list[Tensor]) -> list[Tensor]:

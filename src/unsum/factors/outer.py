@@ -11,7 +11,6 @@ from torch import Tensor
 
 from unsum.factors.dense import Dense
 from unsum.kernels import fused, product
-from unsum.kernels.constants import constant
 from unsum.kernels.product import Way, wide
 from unsum.kernels.traced import is_traced
 
@@ -158,7 +157,12 @@ class Outer:
             return _two_sided(self.per_sample(), left, right)
         if rows.shape[-1] != self.shape[0]:
             return _two_sided(self.per_sample(), left, right)
-        return fused.two_sided(rows, columns, _like(left, rows), _like(right, columns)).to(wide(self.a.dtype))  # type: ignore[no-any-return]
+        left, right = _like(left, rows), _like(right, columns)
+        if left.dim() == 3:  # of several parameters after each other
+            many = rows.unflatten(0, (len(left), -1)) @ left.mT[:, None]
+            rest = columns.unflatten(0, (len(left), -1)) @ right[:, None]
+            return torch.bmm(many.flatten(0, 1).mT, rest.flatten(0, 1)).to(wide(self.a.dtype))
+        return fused.two_sided(rows, columns, left, right).to(wide(self.a.dtype))  # type: ignore[no-any-return]
 
 
 def _like(matrix: Tensor, other: Tensor) -> Tensor:
@@ -170,8 +174,8 @@ def _like(matrix: Tensor, other: Tensor) -> Tensor:
 
 @lru_cache(maxsize=512)
 def _cast(matrix: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return constant(matrix.to(device, dtype))
+    return matrix.to(device, dtype)
 
 
 def _two_sided(values: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    return left.to(values) @ values.flatten(2) @ right.to(values)
+    return Dense(values).project(left, right)

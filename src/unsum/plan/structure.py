@@ -112,9 +112,7 @@ def derived(
         sizes={},
         has_doubts=has_doubts(owned),
         grouped={},
-        recordings={},
         owners=found if judged.moved and judged.trail is not None else (),
-        uses=[],
     )
 
 

@@ -24,7 +24,7 @@ class Norms(Reading):
         tensor([2., 2., 2.])
     """
 
-    wants, sums, power = SQ_NORMS, True, 2
+    wants, sums, power, by_position = SQ_NORMS, True, 2, False
 
     def reset(self) -> None:
         super().reset()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from unsum.errors import OptionError
 from unsum.factors.factors import Factors, kept_numbers, projection, sides
+from unsum.factors.layers import Layers
 from unsum.reducers.reducer import Reading
 from unsum.reducers.tap import Shape, Tap
 
@@ -27,7 +28,7 @@ class Project(Reading):
     """
 
     _adds = True
-    power, by_name = 1, True
+    power, by_position = 1, False
 
     def __init__(self, k: int = 16, seed: int = 0) -> None:
         if not isinstance(k, int) or k < 1:
@@ -48,6 +49,14 @@ class Project(Reading):
         """(n, k·k)."""
         return factors.project(self._k, self._seed)
 
+    def read_layers(self, layers: Layers) -> Tensor:
+        """(layers, n, k·k): each by its own matrices."""
+        factors, names = layers.factors, tuple(layers.names)
+        wanted = sides(factors.shape, self._k)
+        if wanted is None:
+            return layers.apart(factors.projected(self._k, None))
+        return layers.apart(factors.projected(self._k, _matrices(names, self._seed, wanted, layers.parameter.device)))
+
     def receive(self, names: Sequence[str], value: Tensor) -> None:
         """Add to a parameter's (n, k·k)."""
         parts = self._parts.setdefault(names[0], {})
@@ -66,6 +75,15 @@ class Project(Reading):
         """(n, K): the parameters side by side, by name."""
         parts = self.by_parameter()
         return torch.cat([parts[name] for name in sorted(parts)], 1)
+
+
+@lru_cache(maxsize=256)
+def _matrices(
+    names: tuple[str, ...], seed: int, wanted: tuple[int, int, int], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Of several parameters of one shape: (layers, k, rows) and (layers, columns, k)."""
+    left, right = zip(*[projection(name, seed, *wanted, device) for name in names], strict=True)
+    return torch.stack(left), torch.stack(right)
 
 
 class _Projected:

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from unsum.errors import SamplesError
 from unsum.factors.factors import Factors
+from unsum.factors.layers import Layers
 from unsum.reducers.tap import Tap
 
-SQ_NORMS = "sq_norms"  # what `wants` says of squared norms (n,), which come from the cheapest of several ways
+# What `wants` says of squared norms (n,), which come from the cheapest of several ways, and of weighted sums.
+SQ_NORMS, WEIGHTED_SUM = "sq_norms", "weighted_sum"
 
 
 @runtime_checkable
@@ -35,7 +37,8 @@ class Reducer(Protocol):
 class Reduction:
     """The state that all reducers have: results are read after a backward."""
 
-    wants: Hashable = None  # what is read of every parameter's factors, if it is numbers; None: `take` is called
+    wants: Hashable = None  # what is read of every parameter, if that is all; None: only `take` is called
+    by_position: bool = True  # whether positions may be read: then small gradients do not wait for others, formed
     sums: bool = False  # whether the sum over samples comes with what is computed: torch is spared it
     _adds = False  # whether a second backward of the same samples may be added to the first
 
@@ -139,20 +142,32 @@ def _copied(value: Any, *, tensors: bool) -> Any:
 class Reading(Reduction, ABC):
     """A reducer that reads one tensor of each parameter's factors, and needs nothing else of them.
 
-    Such a reducer says what it `wants`; unsum then computes that in the cheapest way (many layers in one launch, a
-    recording, a compiled model), and hands over the numbers with `receive`. `read` says what they are.
+    Such a reducer says what it `wants`; unsum then computes that in the cheapest way (many layers in one launch, layers
+    of one shape together, a compiled model), and hands over the numbers with `receive`. `read` says what they are.
     """
 
     power: int  # of what multiplies every gradient, in what is read
-    by_name = False  # whether what is read of factors depends on the parameter's name
 
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
         self.receive((name,), self.read(factors))
 
+    def take_layers(self, layers: Layers) -> None:
+        """The gradients of several parameters of one shape."""
+        if self.wants == SQ_NORMS:
+            self.receive(layers.names, layers.sq_norms())
+            return
+        for name, value in zip(layers.names, self.read_layers(layers), strict=True):
+            self.receive((name,), value)
+
+    def read_layers(self, layers: Layers) -> Tensor:
+        """(layers, n, …): what is wanted of several parameters of one shape."""
+        found = self.read(layers.factors)
+        return layers.apart(found) if len(found) == layers.factors.n else found
+
     @abstractmethod
     def read(self, factors: Factors) -> Tensor:
-        """What is wanted of a parameter."""
+        """(n, …): what is wanted of each sample's gradient of a parameter."""
 
     @abstractmethod
     def receive(self, names: Sequence[str], value: Tensor) -> None:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from unsum.errors import OptionError, SamplesError, UnsupportedError
 from unsum.factors.factors import Factors
-from unsum.kernels.product import squares
+from unsum.factors.layers import Layers
 from unsum.reducers.holding import GRADIENTS, Size, choose, free_memory
 from unsum.reducers.norms import in_rows
-from unsum.reducers.reducer import Reduction
+from unsum.reducers.reducer import WEIGHTED_SUM, Reduction
 from unsum.reducers.tap import Shape, Tap
 
 log = logging.getLogger("unsum")
@@ -61,6 +61,8 @@ class WeightedSum(Reduction):
         self._w, self._memory = w, memory
         super().__init__()
 
+    wants, by_position = WEIGHTED_SUM, False
+
     @property
     def clips(self) -> bool:
         """Whether the weights come from the norms."""
@@ -79,7 +81,7 @@ class WeightedSum(Reduction):
         super().reset()
         self._sums: dict[str, Tensor] = {}
         self._held: dict[str, Factors] = {}
-        self._small: dict[Hashable, dict[str, tuple[Tensor, tuple[int, ...]]]] = {}  # of one dtype, on one device
+        self._layers: list[Layers] = []  # the same of several parameters together
         self._squares: list[Tensor] = []
         self.weights: Tensor | None = None  # of the last backward, if they come from the norms
         self.chosen: dict[str, str] = {}  # what was held of each parameter in the last backward
@@ -129,11 +131,19 @@ class WeightedSum(Reduction):
         """{parameter: Σ w_n G_n} so far, whether there are more weights or not."""
         return self._sums
 
+    def take_layers(self, layers: Layers) -> None:
+        """The gradients of several parameters of one shape."""
+        if self.clips:
+            self._squares.append(layers.sq_norms())
+            self._layers.append(layers)
+        else:
+            self._add_layers(layers, self.given(self.before_now(), layers.n))
+
+    def _add_layers(self, layers: Layers, w: Tensor) -> None:
+        for name, value in zip(layers.names, layers.weighted_sums(w).unbind(), strict=True):
+            self.add(name, value)
+
     def _hold(self, name: str, factors: Factors) -> None:
-        if self.forms(name) and (small := factors.small()) is not None:  # all of them at the end, at once
-            small = small.to(factors.dtype)
-            self._small.setdefault((small.dtype, small.device), {})[name] = small, factors.shape
-            return
         held = factors.formed() if self.forms(name) else factors
         self._squares.append(held.sq_norms())
         self._held[name] = held
@@ -144,20 +154,17 @@ class WeightedSum(Reduction):
 
     def end(self, left: Sequence[str]) -> None:
         """The backward is over: if the weights come from the norms, here they are."""
-        if not callable(self._w) or not (self._squares or self._small):
+        if not callable(self._w) or not self._squares:
             return
-        together = [torch.cat([value for value, _ in held.values()], 1) for held in self._small.values()]
-        parts = [*self._squares, *map(squares, together)]
-        sq_norms = torch.cat([in_rows(part.to(parts[0].device)) for part in parts]).sum(0)
+        device = self._squares[0].device
+        sq_norms = torch.cat([in_rows(part.to(device)) for part in self._squares]).sum(0)
         self.weights = _checked(self._w(sq_norms.sqrt()), sq_norms)
-        for held, flat in zip(self._small.values(), together, strict=True):
-            sums = (self.weights.to(flat) @ flat).split([value.shape[1] for value, _ in held.values()])
-            for (name, (_, shape)), value in zip(held.items(), sums, strict=True):
-                self.add(name, value.view(shape))
+        while self._layers:
+            layers = self._layers.pop()
+            self._add_layers(layers, self.weights.to(layers.parameter.device))
         for name in list(self._held):  # each is let go of as soon as it is summed
             self._sum_up(name, self._held.pop(name), self.weights)
         self._squares.clear()
-        self._small.clear()
 
     def _sum_up(self, name: str, factors: Factors, w: Tensor) -> None:
         if factors.is_changed():

@@ -21,9 +21,9 @@ from unsum.reducers import SQ_NORMS, Reducer
 from unsum.seams.scaler import current_scale
 from unsum.seams.tensors import have_hooks
 from unsum.step.arrived import Arrived
-from unsum.step.collect import Intake
+from unsum.step.collect import Collector
 from unsum.step.deliver import Delivery
-from unsum.step.launches import left_to_torch
+from unsum.step.launches import served
 from unsum.step.meetings import Run
 from unsum.step.planner import Planned
 
@@ -97,7 +97,7 @@ class Step:
             if hasattr(reducer, "prepare"):
                 reducer.prepare(lambda: sizes_of(plan, nodes), lambda: [p.device for p in setting.wanted.values()])
         self._skipped = self._find_skipped()
-        self._intake = Intake(
+        self._collector = Collector(
             plan, setting.wanted, setting.names, options.reducers,
             keep=options.keep, scale=reducing.scale, check=planned.is_checked,
             skipped=self._skipped if options.grad else frozenset(),
@@ -113,7 +113,7 @@ class Step:
     def run(self, plan: Plan, nodes: Sequence[Node]) -> Run:
         """What waits at the nodes of a graph: of this backward, or of one that a node runs inside it."""
         self._arrived.rounding = max(self._arrived.rounding, plan.rounding)
-        return Run(plan, nodes, self._setting, self._intake)
+        return Run(plan, nodes, self._setting, self._collector)
 
     def begin(self, hears: Callable[[], bool]) -> frozenset[str]:
         """The user's backward begins. Returns the parameters to which torch need not bring gradients."""
@@ -133,10 +133,10 @@ class Step:
         if failed:
             return
         if self.planned.is_checked:
-            self._arrived.check(self._intake.found)
-        self._intake.finish()
+            self._arrived.check(self._collector.found)
+        self._collector.finish()
         self._delivery.finish()
-        self._found.take_in(self._intake, self.reducing.calls, self.reducing.scale, self.reducing.unscale)
+        self._found.take_in(self._collector, self.reducing.calls, self.reducing.scale, self.reducing.unscale)
 
     def _find_skipped(self) -> frozenset[str]:
         """The parameters whose gradient torch need not compute."""
@@ -148,8 +148,9 @@ class Step:
         else:
             skipped = plan.cheap if any(getattr(r, "sums", False) for r in options.reducers) else frozenset()
             if [getattr(r, "wants", None) for r in options.reducers] == [SQ_NORMS] and not options.keep:
-                left = left_to_torch(plan, self.planned.nodes, wanted, self._setting.names)
-                skipped = skipped - left if left else skipped
+                parameters = {self._setting.names[key]: parameter for key, parameter in wanted.items()}
+                for team in served(plan, self.planned.nodes, parameters):
+                    skipped = skipped - team.parameters
         if not skipped or _listens_to_all():
             return frozenset()
         if not _are_listened(list(wanted.values())):

@@ -3,26 +3,31 @@ gradients that torch was spared are put where they belong."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from unsum.errors import SamplesError
+from unsum.errors import OptionError, SamplesError
+from unsum.factors.dense import Dense
 from unsum.factors.factors import Factors, Share
+from unsum.factors.layers import Layers
 from unsum.factors.outer import Outer
+from unsum.factors.scale import Scale
 from unsum.factors.total import Kind
 from unsum.graph.nodes import Node
 from unsum.plan.plan import Meeting, Plan, Route
 from unsum.reducers import SQ_NORMS, Reducer
-from unsum.step.pool import Pool
-from unsum.step.recordings import Digests, is_readable
-from unsum.step.stacked import Together
+from unsum.step.lanes import SMALL, Lanes, Waiting
+from unsum.step.launches import served
 from unsum.step.unchanged import Held, refuse_changed, versions
 
 
-class Intake:
-    """Takes the parts of parameters' gradients as they come."""
+class Collector:
+    """Takes the parts of parameters' gradients as they come. `eager`: False while torch writes a compiled model down,
+    which has no use for meetings that wait."""
 
     def __init__(
         self,
@@ -37,72 +42,87 @@ class Intake:
         skipped: frozenset[str],
         only: Collection[int] | None,
         deliver: Callable[[Sequence[nn.Parameter], Sequence[Tensor]], None],
-        pooled: bool = True,
+        eager: bool = True,
     ) -> None:
         self.n = plan.n
         self.kinds: dict[int, list[Kind]] = {}  # by the id of the parameter
         self.nobodys: dict[int, Tensor] = {}
         self.meetings: dict[int, Mapping[Meeting, None]] = {}
+        self.versions: dict[int, Held] = {}  # of the tensors that are held, as they came
         self._unknown: dict[str, None] = {}
         self._plan, self._wanted, self._names = plan, wanted, names
         self._reducers, self._keep, self._scale, self._check = reducers, keep, scale, check
         self._sums: dict[int, Tensor] = {}
         self._skipped, self._only, self._deliver = skipped, only, deliver
-        self.versions: dict[int, Held] = {}  # of the tensors that are held, as they came
-        self._pooled = pooled
-        self._pool: Pool | None = None
-        norms: Any = reducers[0] if len(reducers) == 1 and pooled and not (keep or check) else None
-        if getattr(norms, "wants", None) == SQ_NORMS:
-            self._pool = Pool(lambda names, sq: norms.receive(names, self._scaled(sq)), deliver)
-        self._forming: list[Any] = [r for r in reducers if hasattr(r, "forms")]
-        self._alone = self._find_alone()
-        self._together: Together | None = None
         self._came: dict[int, int] = {}
         self._done: set[int] = set()
+        self._alone = self._find_alone()
+        self._keys = {name: key for key, name in names.items()}
+        self._forming: list[Any] = [r for r in reducers if hasattr(r, "forms")]
+        wants = tuple([getattr(reducer, "wants", None) for reducer in reducers])
+        self._wants = wants if eager and None not in wants and not (keep or check) and only is None else ()
+        self.keeps = not self._wants or bool(self._forming)
+        self._lanes: list[Lanes] = []  # of this backward, and of those that nodes run inside it
+        positions = not self._wants or any([getattr(reducer, "by_position", True) for reducer in reducers])  # noqa: C419
+        self._waiting = None if positions else Waiting(self.n, scale, self._take_layers)
 
-    def gather(self, plan: Plan, nodes: Sequence[Node]) -> Container[int]:
-        """The meetings of this graph that need only be handed to `wait`, if norms are all that is wanted."""
-        if self._pool is None or not plan.together or self._only is not None:
-            return ()
-        keys = {name: key for key, name in self._names.items()}
-        norms: Any = self._reducers[0]
+    # ---- what meetings hand over ----------------------------------------------------------------------------------
 
-        def put(routes: Sequence[Route], sq: Tensor) -> None:
-            names = [str(route.parameter) for route in routes]
-            met = {keys[name]: route.met for name, route in zip(names, routes, strict=True)}
-            self._done |= met.keys()
-            self.meetings |= met
-            norms.receive(names, self._scaled(sq))
-
-        parameters = {name: self._wanted[key] for name, key in keys.items()}
-        self._together = Together(plan, nodes, parameters, self._skipped, put, self._deliver)
-        return self._together.waits
-
-    def digests(self, plan: Plan, nodes: Sequence[Node]) -> Digests | None:
-        """The meetings of this graph that recordings may serve, if reducers read numbers and nothing is held. Not when
-        sizes are new: they may never come again."""
-        if len(plan.uses) < 2:
-            plan.uses.append(None)
-        held = self._keep or self._check or self._only is not None
-        if held or not self._pooled or not plan.lasting or len(plan.uses) == 1 or not is_readable(self._reducers):
+    def lanes(self, plan: Plan, nodes: Sequence[Node]) -> Lanes | None:
+        """Where meetings of this graph wait for others; None if none does."""
+        if not self._wants or not plan.together:
             return None
-        keys = {name: key for key, name in self._names.items()}
-        readers: Sequence[Any] = self._reducers
+        parameters = {name: self._wanted[key] for key, name in self._names.items()}
+        launched = served(plan, nodes, parameters) if self._wants == (SQ_NORMS,) else {}
+        launched = {team: each for team, each in launched.items() if self._skipped.isdisjoint(team.parameters)}
+        lanes = Lanes(plan, nodes, parameters, launched, self._wants, self._scale, self)
+        self._lanes.append(lanes)
+        return lanes if lanes.waits else None
 
-        def put(route: Route, name: str, values: Sequence[Tensor]) -> None:
-            key = keys[name]
-            self._done.add(key)
-            self.meetings[key] = route.met
-            for reducer, value in zip(readers, values, strict=False):  # none of what waits in the pool
-                reducer.receive((name,), value if self._scale is None else value * self._scale**reducer.power)
+    def take_squares(self, routes: Sequence[Route], squares: Tensor) -> None:
+        """(layers, n): the squared norms of the parameters at the ends of these ways."""
+        norms: Any = self._reducers[0]
+        norms.receive(self._arrived(routes), self._scaled(squares))
 
-        parameters = {name: self._wanted[key] for name, key in keys.items()}
-        return Digests(plan, nodes, parameters, readers, self._skipped, self._pool, put, self._deliver)
+    def take_layers(self, routes: Sequence[Route], layers: Layers) -> None:
+        """The gradients of the parameters at the ends of these ways."""
+        self._arrived(routes)
+        self._take_layers(layers)
 
-    def wait(self, place: int, delta: Tensor) -> bool:
-        """Whether this meeting waits for others of its shape; if not, its factors are wanted."""
-        assert self._together is not None
-        return self._together.add(place, delta)
+    def compare(self, layers: Layers, last: Layers) -> None:
+        """Raise if what a reducer reads of the last of these layers is not what it reads of it alone."""
+        for reducer in self._reducers:
+            read: Any = getattr(reducer, "read_layers", None)
+            if read is None:
+                continue
+            found, wanted = read(layers), read(last)
+            loose = 1e-6 if wanted.dtype == torch.float64 else 5e-2
+            is_alike = found.shape[:2] == (len(layers.names), self.n) and found[-1:].shape == wanted.shape
+            if not is_alike or not bool((found[-1:] - wanted).norm() <= loose * wanted.norm().nan_to_num(torch.inf)):
+                raise OptionError(
+                    f"{type(reducer).__name__}: `read` gives (n, …), one row for each sample, whatever the number of "
+                    "samples.\n  a reducer that reads otherwise says wants = None, and `take` is called"
+                )
+
+    def _arrived(self, routes: Sequence[Route]) -> list[str]:
+        """All that comes to these parameters is there."""
+        names = [str(route.parameter) for route in routes]
+        met = {self._keys[name]: route.met for name, route in zip(names, routes, strict=True)}
+        self._done |= met.keys()
+        self.meetings |= met
+        return names
+
+    def _take_layers(self, layers: Layers) -> None:
+        wanted = [name in self._skipped for name in layers.names]
+        forming = [r for r in self._forming if all(map(r.forms, layers.names))]
+        formed = layers.formed() if forming else layers  # norms come with it
+        sums = formed.sums() if any(wanted) else None
+        reducers: Sequence[Any] = self._reducers
+        for reducer in reducers:
+            reducer.take_layers(formed if reducer in forming else layers)
+        if sums is not None:
+            given = [(k, s) for k, s, w in zip(layers.names, sums.unbind(), wanted, strict=True) if w]
+            self._deliver([self._wanted[self._keys[name]] for name, _ in given], [each for _, each in given])
 
     def meet(self, parameter: Tensor, meetings: Mapping[Meeting, None], kind: Kind) -> None:
         """The samples' gradients of a parameter, from these meetings."""
@@ -110,8 +130,10 @@ class Intake:
         if key in self._alone:
             self._done.add(key)
             self.meetings[key] = meetings
-            if self._pool is not None:
-                self._norms_of(key, kind, self._pool)
+            if self._waiting is not None and (values := _small(kind)) is not None:
+                self._waiting.add(self._names[key], self._wanted[key], values)
+            elif self._wants == (SQ_NORMS,):
+                self._norms_of(key, kind)
             else:
                 self._hand_over(key, [kind], versions(kind) if self._forming else [])
             return
@@ -151,10 +173,10 @@ class Intake:
         for key in list(self.kinds):
             if key not in self._done:
                 self._complete(key)
-        for waiting in (self._together, self._pool):
+        for waiting in (*self._lanes, self._waiting):
             if waiting is not None:
                 waiting.flush()
-        self._together = self._pool = None  # which know this object: a circle would hold the graph until it is found
+        self._lanes, self._waiting = [], None  # which know this object: a circle would hold the graph until it is found
         left = {key: name for key, name in self._names.items() if key not in self._done}
         for reducer in self._reducers:
             for key, name in left.items():  # there, with zeros
@@ -175,19 +197,15 @@ class Intake:
         wanted = [key for key, name in self._names.items() if name in alone]
         return frozenset(key for key in wanted if self._only is None or key in self._only)
 
-    def _norms_of(self, key: int, kind: Kind, pool: Pool) -> None:
+    def _norms_of(self, key: int, kind: Kind) -> None:
         """Norms are all that is wanted."""
-        name, parameter = self._names[key], self._wanted[key]
-        norms: Any = self._reducers[0]
-        wants_sum = name in self._skipped
-        if pool.add(name, parameter, kind, wants_sum=wants_sum):
-            return
-        if wants_sum:
+        name, norms = self._names[key], self._reducers[0]
+        if name in self._skipped:
             sq, summed = kind.norms_and_sum(in_parts=True) if isinstance(kind, Outer) else kind.norms_and_sum()
-            self._deliver([parameter], [summed])
+            self._deliver([self._wanted[key]], [summed])
         else:
             sq = kind.sq_norms()
-        norms.receive((name,), self._scaled(sq))
+        norms.receive((name,), self._scaled(sq))  # type: ignore[attr-defined]
 
     def _scaled(self, sq_norms: Tensor) -> Tensor:
         return sq_norms if self._scale is None else sq_norms * self._scale**2
@@ -215,3 +233,14 @@ class Intake:
         for other in self._reducers:
             if not hasattr(other, "forms"):
                 other.take(name, factors)
+
+
+def _small(kind: Kind) -> Tensor | None:
+    """(n, *shape): gradients that are small; None of others."""
+    if isinstance(kind, Scale):
+        device = kind.delta.device.type
+    elif isinstance(kind, Dense):
+        device = kind.values.device.type
+    else:
+        return None
+    return kind.per_sample() if kind.n * prod(kind.shape) <= SMALL.get(device, 0) else None

@@ -33,7 +33,7 @@ from unsum.plan.plan import Meeting, Plan, Route
 from unsum.rules.follow import cast, finished, follow
 from unsum.rules.registry import Call
 from unsum.seams.nodes import outputs_of
-from unsum.step.recordings import Digests
+from unsum.step.lanes import Lanes
 
 SHARED = -1  # the stream of what belongs to nobody
 
@@ -42,6 +42,8 @@ Streams = dict[int, list[Tensor | None]]  # sample -> a gradient for each output
 
 class Listener(Protocol):
     """What takes the parts of parameters' gradients as they come."""
+
+    keeps: bool  # whether factors may outlive the backward
 
     def meet(self, parameter: Tensor, meetings: Mapping[Meeting, None], kind: Kind) -> None:
         """The samples' gradients of a parameter, from these meetings."""
@@ -55,16 +57,8 @@ class Listener(Protocol):
         """Positions of this operation got a gradient though nobody knows whose they are."""
         ...
 
-    def gather(self, plan: Plan, nodes: Sequence[Node]) -> Container[int]:
-        """The meetings that need only be handed to `wait`."""
-        ...
-
-    def wait(self, place: int, delta: Tensor) -> bool:
-        """Whether this meeting waits for others of its shape."""
-        ...
-
-    def digests(self, plan: Plan, nodes: Sequence[Node]) -> Digests | None:
-        """What takes meetings by recordings, if numbers are all that is wanted."""
+    def lanes(self, plan: Plan, nodes: Sequence[Node]) -> Lanes | None:
+        """Where meetings of this graph wait for others, if any does."""
         ...
 
 
@@ -83,21 +77,19 @@ class Run:
         self._handles: list[seams.Handle] = []
         self._largest = 0.0  # gradient so far, where some positions were not seen: beside it, others are rounding
         self._doubts = plan.has_doubts
-        self._digests: Digests | None = None
+        self._lanes: Lanes | None = None
 
     def attach(self) -> None:
         """Wait at the nodes that matter."""
         for node in self.hidden:  # what it computes again inside is watched like a forward
             self._handles.append(seams.on_node(node, lambda grads: seams.watch(self._setting.sides)))
             self._handles.append(seams.after_node(node, lambda results, grads: seams.unwatch(self._setting.sides)))
-        waiting = () if self._doubts else self._to.gather(self.plan, self._nodes)
+        self._lanes = None if self._doubts else self._to.lanes(self.plan, self._nodes)
+        waits: Container[int] = () if self._lanes is None else self._lanes.waits
         ruled: Container[int] = () if self._doubts else self.plan.ruled
-        self._digests = None if self._doubts else self._to.digests(self.plan, self._nodes)
-        shortly = self._ruled if self._digests is None else self._digested
-        wait, own = self._waiting, self._owned  # one of each, not one for each node
+        wait, rule, own = self._waiting, self._ruled, self._owned  # one of each, not one for each node
         ways = [
-            partial(wait if place in waiting else shortly if place in ruled else own, place)
-            for place in self.plan.owned
+            partial(wait if place in waits else rule if place in ruled else own, place) for place in self.plan.owned
         ]
         self._handles += seams.on_nodes([self._nodes[place] for place in self.plan.owned], ways)
         for places, then in (
@@ -116,7 +108,7 @@ class Run:
                 self._to.meet(parameter, origins, Dense(values))
         for kept in (self._streams, self._origins, self._formed):
             kept.clear()
-        self._digests = None
+        self._lanes = None
 
     def _is_wanted(self, child: Node) -> bool:
         return id(child.variable) in self._setting.wanted if is_leaf(child) else child in self._mixed
@@ -124,17 +116,11 @@ class Run:
     # ---- meetings -------------------------------------------------------------------------------------------------
 
     def _waiting(self, place: int, grads: Grads) -> None:
+        """The shortest way: the meeting leaves what others of its shape leave."""
         delta = grads[0]
-        if delta is None or any([grad is not None for grad in grads[1:]]) or not self._to.wait(place, delta):  # noqa: C419
-            (self._digested if place in self.plan.ruled else self._owned)(place, grads)
-
-    def _digested(self, place: int, grads: Grads) -> None:
-        """The shortest way, where all that is called was written down before."""
-        delta = grads[0]
-        others = any([grad is not None for grad in grads[1:]])  # noqa: C419
-        taken = self._digests is not None and delta is not None and not others and delta.numel()
-        if not taken or not self._digests.take(place, delta):  # type: ignore[union-attr, arg-type]
-            self._ruled(place, grads)
+        assert self._lanes is not None
+        if delta is None or any([grad is not None for grad in grads[1:]]) or not self._lanes.add(place, delta):  # noqa: C419
+            (self._ruled if place in self.plan.ruled else self._owned)(place, grads)
 
     def _ruled(self, place: int, grads: Grads) -> None:
         """The short way, where rules lead straight to parameters and nothing is in doubt."""
@@ -144,7 +130,7 @@ class Run:
             return
         node, memo, meet = self._nodes[place], {}, self._to.meet  # type: ignore[var-annotated]
         for route in self.plan.ruled[place]:
-            kind = route.rule.make(Call(node, delta, route.by, route.shape, False, memo))
+            kind = route.rule.make(Call(node, delta, route.by, route.shape, False, memo, self._to.keeps))
             if kind is None:
                 self._replay(place, grads, [route.edge])
                 continue
