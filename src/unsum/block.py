@@ -67,6 +67,8 @@ class GradientsBlock:
             self._model, self._sides, self._forward.rows, self._forward.seeds, self._forward.mismatch,
             self._found.unique(), self._found.by_id, self._forward.spans.module_of,
             exact=options.exact, rules=options.rules, strict=options.strict,
+            shared=self._forward.shared, may_be_one=self._forward.may_be_one,
+            is_said=getattr(options.samples, "is_said", False),
         )  # fmt: skip
         self._planner = Planner(
             self._model, self._forward, self._sides, self._saved, self._setting, options.samples.ids

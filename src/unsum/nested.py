@@ -50,6 +50,15 @@ def format_path(path: Path) -> str:
     return "".join(f".{s}" if isinstance(s, str) and s.isidentifier() else f"[{s!r}]" for s in path)
 
 
+def listed(paths: Iterable[Path], path: Path, depth: int = 0) -> int:
+    """How many items the innermost list, or tuple, has that leads to this path, of those that these paths show; 0 if
+    there is none below `depth`."""
+    for d in range(len(path) - 1, depth - 1, -1):
+        if isinstance(path[d], int):
+            return len({other[d] for other in paths if other[:d] == path[:d] and len(other) > d})
+    return 0
+
+
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
     """Every tensor in `value` with its path, in order."""
     if isinstance(value, Tensor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ class Dim:
     """Samples lie along one dimension."""
 
     k: int = 0
+    is_said: bool = field(default=False, repr=False, compare=False)  # by the user: where sizes coincide, it counts
 
     @property
     def ids(self) -> Tensor | None:
@@ -67,9 +68,9 @@ def dim(k: int) -> Dim:
         >>> dim(1)
         Dim(k=1)
     """
-    if k < 0:
-        raise SamplesError(f"dim({k}): count the dimension of the samples from the front, 0 or more")
-    return Dim(k)
+    if isinstance(k, bool) or not isinstance(k, int) or k < 0:
+        raise SamplesError(f"dim({k!r}): count the dimension of the samples from the front, 0 or more")
+    return Dim(k, is_said=True)
 
 
 def packed(cu_seqlens: Tensor) -> Ids:

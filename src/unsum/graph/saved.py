@@ -19,9 +19,10 @@ from torch import Tensor
 from unsum.graph.nodes import Node
 from unsum.nested import leaves
 from unsum.seams.checkpoints import saved_hooks
-from unsum.seams.nodes import saved_tensors
+from unsum.seams.nodes import SAVED, saved_tensors
 
 _SMALL = 1 << 28  # bytes
+_RESULT = f"{SAVED}result"
 
 
 class _Box:
@@ -34,9 +35,11 @@ class _Box:
         self.tensor: Tensor | None = None
 
 
-def saved_by(node: Node) -> Iterator[Tensor]:
-    """The tensors that a node has saved."""
+def saved_by(node: Node, *, results: bool = True) -> Iterator[Tensor]:
+    """The tensors that a node has saved; without `results`, those of them that it was given."""
     for name in saved_tensors(type(node)):
+        if not results and name.startswith(_RESULT):
+            continue
         try:
             value = getattr(node, name)
         except RuntimeError:  # freed, or changed in place since

@@ -7,14 +7,17 @@ node has saved rows of an input, or a copy of them, these say which samples its 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping
+import weakref
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 
+from torch import nn
+
 from unsum.graph.layout import Layout, Regular, same
-from unsum.graph.nodes import Edge, Node, below, ordered
+from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered
 from unsum.graph.owners import Owners
 from unsum.learn.cut import Cut
-from unsum.learn.refusals import other_rows
+from unsum.learn.refusals import coincide, in_a_list, other_rows
 from unsum.learn.rows import Rows
 from unsum.learn.setting import Setting
 from unsum.travel import Journey
@@ -56,19 +59,39 @@ def agreeing(cut: Cut, n: int, setting: Setting) -> Cut:
         for layout, others in zip(cut.starts.values(), choices, strict=True)
     ]
     tried = list(itertools.islice(itertools.product(*likely), 32))
-    if n < 2 or (len(tried) == 1 and not setting.rows):
+    lists = any(map(setting.may_be_one, edges))
+    if n < 2 or (len(tried) == 1 and not setting.rows and not lists):
         return cut
-    contradicts = False
+    contradicts = interacts = False
     for k, layouts in enumerate(tried):
         starts = dict(zip(edges, layouts, strict=True))
         walked = walk_by_evidence(cut, starts, n, setting)
         agrees = _agrees(walked, setting)
         if agrees:
+            _dims.setdefault(setting.model, set()).add(_dims_of(layouts))
             return replace(cut, starts=starts)
         contradicts = contradicts or (agrees is False and not k)
-    if not contradicts:
-        return cut  # as documented: no other dimension without evidence
-    raise other_rows()
+        interacts = interacts or (bool(walked.mixing) and not k)
+    if contradicts:
+        raise other_rows()
+    if interacts:
+        return cut  # which is refused for it, or else shows whose it is
+    if lists:
+        raise in_a_list(n)
+    shown = setting.sides.is_blind and _dims_of(tried[0]) in _dims.get(setting.model, ())
+    if len(tried) > 1 and not setting.is_said and not shown:
+        raise coincide(next(layout.shape for layout, others in zip(cut.starts.values(), choices, strict=True)
+                            if len(others) > 1), n)  # fmt: skip
+    return cut
+
+
+# Along which dimensions the samples of a model's outputs lay where rows of inputs have shown it: for calls with another
+# structure that nobody has watched.
+_dims: weakref.WeakKeyDictionary[nn.Module, set[Hashable]] = weakref.WeakKeyDictionary()
+
+
+def _dims_of(layouts: Sequence[Layout]) -> Hashable:
+    return tuple([(len(each.shape), each.dim) if isinstance(each, Regular) else None for each in layouts])
 
 
 def _agrees(walked: Walked, setting: Setting) -> bool | None:
@@ -81,14 +104,19 @@ def with_rows(walked: Walked, setting: Setting) -> list[tuple[Node, Layout, Layo
     """The nodes that have saved rows of an input: whose they are, and what the rows say."""
     found = []
     for node, owners in walked.owners.items():
-        if owners is None or len(owners) != 1 or owners[0] is None:
+        if owners is None or owners[0] is None or (len(owners) != 1 and "Rnn" not in node.name()):
             continue
-        if not any(setting.leads_to_parameters(child) for _, child, _ in below(node)):
+        if not any(_is_weight(child, setting) for _, child, _ in below(node)):
             continue
         said = setting.rows.owners(node, owners[0].shape)
         if said is not None:
             found.append((node, owners[0], said))
     return found
+
+
+def _is_weight(node: Node, setting: Setting) -> bool:
+    """Whether this is a parameter, or computed without data."""
+    return setting.leads_to_parameters(node) or (not is_leaf(node) and not setting.may_be_data(node))
 
 
 def contradicts(cut: Cut, edge: Edge, owners: Layout, n: int, setting: Setting) -> bool:

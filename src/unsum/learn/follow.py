@@ -14,17 +14,19 @@ from torch import Tensor
 
 from unsum.graph.layout import Layout, mapped, regular
 from unsum.learn.places import Place, as_a_whole
+from unsum.learn.within import RULES, TOGETHER, within
 
 # Functions that move numbers about; and such that change each by itself, or within a sample.
 MOVES = {
     "reshape", "view", "contiguous", "transpose", "permute", "t", "flip", "roll", "index_select", "__getitem__", "cat",
     "concat", "stack", "repeat", "repeat_interleave", "expand", "expand_as", "unsqueeze", "squeeze", "flatten",
     "unflatten", "narrow", "movedim", "swapaxes", "pad", "_pad", "tile", "take_along_dim", "gather", "rot90", "clone",
+    "_pack_padded_sequence",
 }  # fmt: skip
 KEEPS = {
     "to", "float", "double", "half", "bfloat16", "long", "int", "type", "clone", "contiguous", "add", "sub", "mul",
     "div", "true_divide", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "neg",
-    "clamp", "log", "log1p", "exp", "sqrt", "tanh", "abs", "relu", "sigmoid", "pow", "__pow__", "square", "layer_norm",
+    "clamp", "log", "log1p", "exp", "sqrt", "tanh", "abs", "relu", "sigmoid", "pow", "__pow__", "square",
     "type_as", "nan_to_num", "dropout", "masked_fill", "sin", "cos", "tan", "erf", "gelu", "silu", "elu", "leaky_relu",
     "softplus", "hardtanh", "sign", "floor", "ceil", "round", "trunc", "reciprocal", "rsqrt", "expm1", "log2", "log10",
     "softmax", "log_softmax", "cumsum", "normalize", "remainder", "fmod", "__mod__", "__neg__", "__abs__",
@@ -38,6 +40,13 @@ Known = dict[int, tuple[Place, Tensor]]  # arguments of a function that are reme
 def made_of(function: Any, name: str, args: Any, kwargs: Any, known: Known, made: Tensor) -> Layout | None:
     """The layout of what a function has made of remembered tensors; None if it is unclear."""
     n = max(place.n for place, _ in known.values())
+    if name in RULES or name in TOGETHER:
+        layouts = [as_a_whole(place, tensor) for place, tensor in known.values()]
+        first = args[0] if args and id(args[0]) in known else None
+        if first is not None and None not in layouts and (name not in KEEPS or name == "layer_norm"):
+            return within(name, [each for each in layouts if each is not None], first, args, kwargs, made)
+        if name not in KEEPS and name not in MOVES:
+            return None
     if name in KEEPS and not (args and id(args[0]) in known):
         return None
     if name in KEEPS:
@@ -51,12 +60,25 @@ def made_of(function: Any, name: str, args: Any, kwargs: Any, known: Known, made
     if name in KEEPS and name not in MOVES:  # number by number, or along dimensions within a sample
         first, *others = owners.values()
         assert first is not None
-        is_clear = first.shape == made.shape and all(own is not None and torch.equal(first, own) for own in others)
-        return _layout(first, n) if is_clear else None
+        return (
+            _layout(first, n) if first.shape == made.shape and all(_is_spread(own, first) for own in others) else None
+        )
     found = _called_on(function, name, args, kwargs, owners, made)
     if found is None:
         return None
     return _completed(found, n) if bool((found < 0).any()) else _layout(found, n)
+
+
+def _is_spread(own: Tensor | None, over: Tensor) -> bool:
+    """Whether numbers with these owners, spread over others, meet their own samples alone."""
+    try:
+        return (
+            own is not None
+            and bool((own == over).all())
+            and torch.broadcast_shapes(own.shape, over.shape) == over.shape
+        )
+    except RuntimeError:
+        return False
 
 
 def _called_on(
@@ -87,6 +109,7 @@ def _called_on(
         )
     except Exception:  # an argument that whole numbers cannot have
         return None
+    found = found[0] if name == "_pack_padded_sequence" else found
     fits = isinstance(found, Tensor) and found.shape == made.shape and found.dtype == torch.int32
     return found - 1 if fits else None
 

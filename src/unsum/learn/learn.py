@@ -22,7 +22,7 @@ from unsum.learn.routes import routes, rule_routes
 from unsum.learn.setting import Setting
 from unsum.plan.plan import Plan, has_doubts
 from unsum.plan.signature import plain
-from unsum.plan.structure import Judged
+from unsum.plan.structure import Constants, Judged, constants_among
 from unsum.plan.teams import teams
 from unsum.seams.nodes import number_of, outputs_of
 from unsum.travel.climb import climb
@@ -67,9 +67,15 @@ def learn(
         given = [node for node in rows if setting.rows.are_given_to(node)]
         by_copies = is_told and len(given) < len(rows)
         seen = {place[node] for node in (rows if is_told else given)}
-        return plan, _remembered(walked, place, nodes, setting, seen, by_copies=by_copies)
+        beside = [k for node, k in place.items() if _is_beside(node, walked, cut)]
+        return plan, _remembered(walked, place, nodes, setting, seen, constants_among(nodes, beside), by_copies)
     _refuse_named(walked, setting)
     return _by_values(roots, grads, nodes, cut, walked.mixing, n, setting, marked=marked), None
+
+
+def _is_beside(node: Node, walked: Walked, cut: Cut) -> bool:
+    """Whether nothing of a sample flows through this node, on its way from a parameter to the loss."""
+    return not is_leaf(node) and walked.owners.get(node) is None and node not in cut.on_data
 
 
 def _judged(cut: Cut, n: int, setting: Setting, *, marked: bool) -> tuple[Cut, Walked, Audit | None]:
@@ -115,8 +121,11 @@ def _refuse_named(walked: Walked, setting: Setting) -> None:
     """What mixes samples whatever the numbers are."""
     for node, above in walked.mixing.items():
         if node is above:
-            bag = "embedding_bag" if node.name().startswith("EmbeddingBag") else "embedding"
-            what = "batch_norm in training" if "BatchNorm" in node.name() else f"{bag} with scale_grad_by_freq"
+            name = node.name()
+            if name.startswith("Embedding"):
+                bag = "embedding_bag" if name.startswith("EmbeddingBag") else "embedding"
+                name = f"{bag} with scale_grad_by_freq"
+            what = "batch_norm in training" if "BatchNorm" in name else name
             raise interaction(what, setting.module_of(number_of(node)))
 
 
@@ -225,11 +234,12 @@ def _remembered(
     nodes: Sequence[Node],
     setting: Setting,
     rows: Collection[int],
-    *,
+    constants: Constants,
     by_copies: bool,
 ) -> Judged:
     return Judged(
         by_copies=by_copies,
+        constants=constants,
         trail=None if setting.exact else trail(walked, place, nodes),
         rows=frozenset(rows),
         weights=frozenset(place[node] for node in walked.owners if not setting.may_be_data(node)),

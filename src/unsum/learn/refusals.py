@@ -22,6 +22,24 @@ def other_rows(where: str = "") -> SamplesError:
     )
 
 
+def coincide(shape: tuple[int, ...], n: int, how: str = "returns") -> SamplesError:
+    """The error for a tensor in which several dimensions may be the samples'."""
+    dims = [str(dim) for dim, size in enumerate(shape) if size == n]
+    return SamplesError(
+        f"the model {how} a tensor of shape {shape}: dimensions {' and '.join(dims)} have as many rows as there are "
+        "samples, and nothing shows which of them the samples lie along.\n  samples=unsum.dim(k) says it of all that "
+        "the model is given and returns, unsum.mark_samples(losses) of each loss; or begin with a batch of another size"
+    )
+
+
+def in_a_list(n: int) -> SamplesError:
+    """The error for a list of outputs that may be one for each sample."""
+    return SamplesError(
+        f"the model returns a list of {n} tensors with {n} rows each: whether each is a sample's, or each has a row of "
+        "every sample, cannot be told.\n  unsum.mark_samples(losses) says whose each loss is"
+    )
+
+
 def interaction(operation: str, module: str, below: str = "") -> InteractionError:
     """The error for samples that interact."""
     where = (f" in module {module!r}" if module else "") + (

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 
 from unsum.graph.layout import Layout, Regular, complete, mapped
 from unsum.graph.nodes import Node
 from unsum.graph.saved import saved_by
 from unsum.learn.follow import FILLS, KEEPS, MOVES, Known, made_of, of_copy
 from unsum.learn.places import Place, addresses, as_a_whole, covers
+from unsum.learn.within import RULES, TOGETHER
 from unsum.nested import leaves
 from unsum.seams.tensors import memory_number
 
@@ -62,6 +64,14 @@ class Rows:
         there = self._places.get(memory_number(tensor), ())
         return any((place.call, place.reading) == (call, reading) and covers(place, tensor) for place in there)
 
+    def as_read(self, call: int, reading: int) -> Rows:
+        """What would be remembered if a call were read in this way."""
+        other = Rows()
+        for key, there in self._places.items():
+            if own := [place for place in there if (place.call, place.reading) == (call, reading)]:
+                other._places[key] = own
+        return other
+
     def choose(self, call: int, reading: int) -> None:
         """A call that could be read in several ways is to be read in this one."""
         for there in self._places.values():
@@ -71,7 +81,11 @@ class Rows:
     def follow(self, function: Any, name: str, args: Any, kwargs: Any, made: Tensor) -> None:
         """A tensor was made of others, without a node. Where these are remembered, and the function moves numbers about
         or changes each by itself, so is what was made: its owners are found by calling the function on theirs."""
-        if (name not in MOVES and name not in KEEPS) or made.layout != torch.strided or not made.numel():
+        if (
+            not any(name in functions for functions in (MOVES, KEEPS, RULES, TOGETHER))
+            or made.layout != torch.strided
+            or not made.numel()
+        ):
             return
         if kwargs.get("out") is not None:  # called again, it would write to the user's own
             return
@@ -102,7 +116,7 @@ class Rows:
         known = [
             (place, tensor)
             for tensor in given
-            if tensor.grad_fn is None and tensor.is_floating_point() and tensor.dim() > 1
+            if not is_lazy(tensor) and tensor.grad_fn is None and tensor.is_floating_point() and tensor.dim() > 1
             for place in self._places.get(memory_number(tensor), ())
             if covers(place, tensor)
         ]

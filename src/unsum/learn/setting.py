@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from unsum.graph.layout import Layout
 from unsum.graph.nodes import Edge, Node, below, is_leaf
 from unsum.graph.saved import memory_of, saved_by
 from unsum.learn.rows import Rows
 from unsum.learn.sides import Sides, counts
+from unsum.seams.tensors import memory_number
+
+
+def numbers_saved_by(node: Node) -> Iterator[Tensor]:
+    """The numbers that a node was given which were not computed with gradients: no ids, no masks, no single numbers."""
+    for tensor in saved_by(node, results=False):
+        if not tensor.requires_grad and tensor.numel() > 1 and (tensor.is_floating_point() or tensor.is_complex()):
+            yield tensor
+
+
+def may_have_samples(tensor: Tensor, n: int) -> bool:
+    """Whether a tensor may hold something of each of n samples."""
+    return any(size % n == 0 for size in tensor.shape)
+
 
 _LOOKS = ("TBackward0", "TransposeBackward0", "ToCopyBackward0", "ViewBackward0", "PermuteBackward0")
 
@@ -31,6 +46,9 @@ class Setting:
     exact: bool  # samples may interact
     rules: bool  # whether rules may speak, or all is replayed
     strict: bool  # a rule that does not hold is an error
+    shared: set[int] = field(default_factory=set)  # memory of inputs that have no samples
+    may_be_one: Callable[[Edge], bool] = lambda edge: False  # whether an output may be that of one sample, in a list
+    is_said: bool = False  # whether the user has said along which dimension samples lie
 
     def is_data(self, node: Node) -> bool:
         """Whether what flows through this node was seen to depend on data."""
@@ -47,6 +65,14 @@ class Setting:
             not tensor.requires_grad and tensor.numel() > 1 and memory_of(tensor) not in own
             for tensor in saved_by(node)
         )
+
+    @property
+    def own_memory(self) -> set[int]:
+        """Numbers of the memory of parameters, buffers, other tensors that modules have, and inputs without samples."""
+        own = [*self.model.parameters(), *self.model.buffers()]
+        for module in self.model.modules():
+            own += [value for value in vars(module).values() if isinstance(value, Tensor)]
+        return self.shared | {memory_number(tensor) for tensor in own if not is_lazy(tensor)}
 
     def may_hide_data(self, nodes: Sequence[Node], n: int) -> bool:
         """Of a forward that was not watched: whether any of these nodes has saved something that may be data of n

@@ -79,6 +79,10 @@ class Sides(TorchFunctionMode):
         """Whether what flows through this node depends on data."""
         return not self._tokens.isdisjoint(node.metadata.get("unsum.data", ()))
 
+    def is_data_in(self, node: Node, world: int) -> bool:
+        """The same, if the last call is read in this way."""
+        return self.is_data(node) or self._worlds[world].token in node.metadata.get("unsum.data", ())
+
     def is_weight(self, node: Node) -> bool:
         """Whether it was seen that what flows through this node depends on parameters alone."""
         return self._weight in node.metadata.get("unsum.weight", ())
@@ -153,8 +157,9 @@ class Sides(TorchFunctionMode):
             out = kwargs.get("out")
             for tensor in _tensors(out) if out is not None else inputs[:1] if _writes(name) else ():
                 self.rows.written(name if out is None else "", tensor, [t for t in inputs if t is not tensor])
-        if self.rows is not None and inputs and isinstance(result, Tensor) and not result.requires_grad:
-            self.rows.follow(func, name, args, kwargs, result)
+        made = result[0] if name == "_pack_padded_sequence" else result
+        if self.rows is not None and inputs and isinstance(made, Tensor) and not made.requires_grad:
+            self.rows.follow(func, name, args, kwargs, made)
         if self.rows is not None and records:
             at = before[0][1]
             tops = [tensor.grad_fn for tensor in _tensors(result) if tensor.grad_fn is not None]

@@ -91,10 +91,12 @@ class Calls:
         return self.sizes.get(sizes, 0) > 1 or (len(self.structures) == 1 and len(self.sizes) > 1)
 
 
-def known_call(model: nn.Module, key: Hashable, sizes: Hashable) -> Seen | None:
-    """What was seen of calls like this one, if it need not be watched."""
+def known_call(model: nn.Module, key: Hashable, sizes: Hashable, *, exactly: bool) -> Seen | None:
+    """What was seen of calls like this one, if it need not be watched; `exactly`: of calls with these very sizes."""
     calls = _calls.get(model, {}).get(key)
-    return calls.seen if calls is not None and calls.need_no_watching(sizes) else None
+    if calls is None or (exactly and calls.sizes.get(sizes, 0) < 2):
+        return None
+    return calls.seen if calls.need_no_watching(sizes) else None
 
 
 def meet_call(model: nn.Module, key: Hashable, seen: Seen) -> None:

@@ -3,7 +3,7 @@ follows from it for any sizes: the samples travel by the table, and nothing is c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -17,14 +17,47 @@ from unsum.kernels import costs
 from unsum.learn.audit import shape_of
 from unsum.learn.routes import skippable
 from unsum.learn.rows import Rows
+from unsum.learn.setting import Setting, may_have_samples, numbers_saved_by
 from unsum.plan.plan import Plan, Route, has_doubts
 from unsum.plan.teams import teams
 from unsum.reducers.holding import Size, size_of
 from unsum.rules.registry import Call
 from unsum.seams.nodes import outputs_of
+from unsum.seams.tensors import memory_number
 from unsum.travel import Journey
 from unsum.travel.trail import Trail
 from unsum.travel.walk import walk
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Nodes that belong to nobody, and have saved numbers that are no parameters: an anchor, a memory. In another batch
+    the same node may have saved data."""
+
+    places: frozenset[int] = frozenset()
+
+    def hold(self, nodes: Sequence[Node], setting: Setting, n: int, *, watched: bool) -> bool:
+        """Whether they belong to nobody in this graph as well: what they have saved is the model's own, or cannot have
+        n samples; or it was seen that it is no data."""
+        if not self.places:
+            return True
+        mine = [nodes[place] for place in self.places]
+        if any(setting.rows.are_saved_by(node) for node in mine):
+            return False
+        return not any(map(setting.sides.is_data, mine)) if watched else self.are_the_models(nodes, setting, n)
+
+    def are_the_models(self, nodes: Sequence[Node], setting: Setting, n: int) -> bool:
+        """Whether what they have saved is the model's own, or cannot have n samples."""
+        if not self.places:
+            return True
+        own = setting.own_memory
+        saved = (tensor for place in self.places for tensor in numbers_saved_by(nodes[place]))
+        return all(memory_number(tensor) in own or not may_have_samples(tensor, n) for tensor in saved)
+
+
+def constants_among(nodes: Sequence[Node], places: Collection[int]) -> Constants:
+    """Those of these nodes that have saved numbers which were not computed with gradients."""
+    return Constants(frozenset(place for place in places if any(True for _ in numbers_saved_by(nodes[place]))))
 
 
 @dataclass(frozen=True)
@@ -38,6 +71,7 @@ class Judged:
     by_copies: bool  # whether some of these are copies of inputs, which are known only where the forward is watched
     moved: dict[tuple[int, int], str]  # edges at which indices decide, and which layout they led to
     trail: Trail | None  # how the table goes through it; None if values must be asked
+    constants: Constants  # what belongs to nobody, though it is no parameter: later it may be data
     skips: dict[frozenset[str], frozenset[str]] = field(default_factory=dict)  # which gradients torch need not compute
 
     @property
@@ -135,7 +169,8 @@ def agrees(judged: Judged, owned: Mapping[int, Owners], nodes: Sequence[Node], r
     been turned before, which leaves no node."""
     for place in judged.rows:
         said = rows.owners(nodes[place], tuple(outputs_of(nodes[place])[0].shape))
-        if said is None or ((layout := owned[place][0]) is not None and not same(layout, said)):
+        own = owned.get(place)
+        if said is None or own is None or (own[0] is not None and not same(own[0], said)):
             return False
     return True
 

@@ -8,25 +8,33 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from unsum import samples as sample_maps
 from unsum import seams
 from unsum.errors import SamplesError
-from unsum.graph.layout import Layout
-from unsum.graph.nodes import Edge, Node, is_leaf, ordered
+from unsum.graph.layout import Layout, Regular, same
+from unsum.graph.nodes import Edge, Node, is_leaf, ordered, place
+from unsum.graph.owners import Owners
 from unsum.graph.replay import nested
+from unsum.learn.cut import find_cut
+from unsum.learn.refusals import coincide
 from unsum.learn.rows import Rows
 from unsum.learn.sides import Sides
-from unsum.nested import leaves
+from unsum.nested import leaves, listed
 from unsum.plan import memory
 from unsum.plan.memory import Seen
 from unsum.plan.signature import flags, sizes_of
 from unsum.seams.nodes import outputs_of
+from unsum.seams.tensors import memory_number
 from unsum.sites import Names
 from unsum.step.calls import Calls, Made, Spans
 from unsum.step.known import KnownTensors
-from unsum.step.reading import Reading, chosen, forget, goes_through, readings, tell, told_by
+from unsum.step.reading import Reading, Told, chosen, forget, goes_through, readings, tell, told_by
 from unsum.step.verify import Verification
+from unsum.travel import Journey
+from unsum.travel.climb import climb
+from unsum.travel.walk import walk
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ class _Begun:
     rest: tuple[Hashable, ...]  # its name and flags
     sizes: tuple[tuple[int, ...], ...]  # of what it was given
     positions: int | None  # how many tokens each sample has, if it was given tokens
-    is_told: bool  # whether earlier calls have told the first of the ways
+    told: Told | None  # by earlier calls: the first of the ways
     are_data: list[bool] = field(default_factory=list)  # whether it was given any data, read in each way
     outputs: list[tuple[bool, ...]] = field(default_factory=list)  # which of them may have samples, read in each way
     is_whole: bool = False  # whether it has returned
@@ -84,6 +92,10 @@ class Forward:
         self._unwatched: set[int] = set()  # calls that were not watched
         self.passes = False  # whether calls inside this one need not be told
         self._n: int | None = None
+        self.in_lists: set[Edge] = set()  # of these, those that may be one sample's
+        self.shared: set[int] = set()  # memory of inputs that have no samples
+        self._unclear = Rows()  # of inputs that have several dimensions like the samples'
+        self._lists: dict[int, int] = {}  # of calls that were given lists: how many items, which may be samples
         self.is_marked = False  # whether the user has said whose the tensors are that were found last
 
     def before(self, name: str, module: nn.Module, args: Any, kwargs: Any, *, anew: bool = False) -> None:
@@ -102,16 +114,20 @@ class Forward:
         self._settle()
         self._call = next(self._numbers)
         self._under_way = begun = self._begun(name, found)
+        if items := _items(found):
+            self._lists[self._call] = items
         n = begun.ways[0].n if len(begun.ways) == 1 else None
         self._seen = None
         if not anew and len(begun.ways) < 2:
-            self._seen = memory.known_call(self._model, begun.key(n), begun.sizes)
+            # Where sizes coincide, more has to be known of a new structure than what earlier calls have shown.
+            coincide = n is not None and any(shape.count(n) > 1 for shape in begun.sizes)
+            self._seen = memory.known_call(self._model, begun.key(n), begun.sizes, exactly=coincide)
         self._watch(self._seen is None)
         self.passes = self._seen is not None
         self._shapes = ", ".join(str(tuple(t.shape)) for t in given)
         self._sides.begin(self._call, len(begun.ways))
         for k, way in enumerate(begun.ways):
-            begun.are_data.append(self._take_in(given, way, k, is_whole=name == ""))
+            begun.are_data.append(self._take_in(given, begun, way, k, is_whole=name == ""))
         self._n = n if begun.are_data and begun.are_data[0] else None  # positions, say: nobody's
         self.calls.note(self._call, Made(self._count(), begun.positions))
 
@@ -127,7 +143,7 @@ class Forward:
         if dim is None:
             ways = ways[:1]
         positions = _positions(given) if dim and k == 0 else None
-        return _Begun(self._call, ways, alike, rest, sizes_of(given), positions, is_told=told is not None)
+        return _Begun(self._call, ways, alike, rest, sizes_of(given), positions, told)
 
     def look(self, name: str, args: Any, kwargs: Any) -> Look:
         """What an outermost call is like, if samples lie along a dimension of what it is given."""
@@ -167,21 +183,28 @@ class Forward:
         """Whether the model is being run again, for `verify=True`."""
         return self.verification is not None and self.verification.is_running
 
-    def _take_in(self, given: Sequence[Tensor], way: Reading, reading: int, *, is_whole: bool) -> bool:
+    def _take_in(self, given: Sequence[Tensor], begun: _Begun, way: Reading, reading: int, *, is_whole: bool) -> bool:
         """Whether any of the given tensors is data, if the call is read so; if so, its rows are remembered. `is_whole`:
         the model itself is called."""
         owners = [self._samples.owners(tuple(tensor.shape), way.n) for tensor in given]
         if isinstance(self._samples, sample_maps.Dim):
             owners = [layout if k in way.members else None for k, layout in enumerate(owners)]
         if self._seen is None:
-            for tensor, layout in zip(given, owners, strict=True):
-                has_samples = layout is not None or _is_flattened(tensor, way.n)
+            for at, (tensor, layout) in enumerate(zip(given, owners, strict=True)):
+                may_be = begun.told is None or at in begun.told.multiples
+                has_samples = layout is not None or (may_be and _is_flattened(tensor, way.n))
                 is_first = is_whole and tensor is given[0]
                 self._sides.given(tensor, has_samples=has_samples, is_first=is_first, world=reading)
+                if not has_samples and len(begun.ways) == 1 and not is_lazy(tensor):
+                    self.shared.add(memory_number(tensor))
+        elif isinstance(self._samples, sample_maps.Dim):
+            self.shared |= {memory_number(t) for t, layout in zip(given, owners, strict=True) if layout is None}
         first = given[min(way.members)].shape if way.members else None
         for tensor, layout in zip(given, owners, strict=True):
             is_clear = tensor.shape == first or sum(size == way.n for size in tensor.shape) == 1
             if layout is None or not is_clear:
+                if layout is not None:  # along the dimension that is said of all inputs
+                    self._unclear.remember(tensor, layout, self._call)
                 continue
             if self._seen is not None and not self._seen.is_data:
                 continue
@@ -205,6 +228,8 @@ class Forward:
         self._undecided = None
         self.spans.clear()
         self.rows.forget()
+        self._unclear.forget()
+        self.shared.clear()
 
     def learnt(self, structure: Hashable | None, calls: Collection[int]) -> None:
         """The graph of these calls has this structure; None if it cannot be remembered."""
@@ -248,23 +273,26 @@ class Forward:
         call = self._call
         if self.verification is not None:
             self.verification.ask(output, self._count())
-        tensors = [tensor for _, tensor in leaves(output)]
+        returned = list(leaves(output))
+        tensors, paths = [tensor for _, tensor in returned], [path for path, _ in returned]
         begun, self._under_way = self._under_way, None
         assert begun is not None
         begun.is_whole = output is not None
         for which in range(max(len(begun.ways), 1)):
             begun.outputs.append(tuple(self._has_samples(k, tensor, which) for k, tensor in enumerate(tensors)))
         for way, outputs in zip(begun.ways, begun.outputs, strict=False):
-            for tensor, has_samples in zip(tensors, outputs, strict=True):
+            for path, tensor, has_samples in zip(paths, tensors, outputs, strict=True):
+                items = listed(paths, path)
+                is_listed = items > 0 and (items == way.n > 1 or items == self._lists.get(call))
                 owners = None if tensor.grad_fn is None else self._samples.owners(tuple(tensor.shape), way.n)
                 if owners is None:
                     if has_samples and len(begun.ways) == 1:
                         self._doubt(begun, tensor)
                 elif len(begun.ways) > 1:
                     if has_samples:
-                        self._returned.add(tensor, owners, call)
+                        self._returned.add(tensor, owners, call, is_listed=is_listed)
                 elif has_samples and (self._n is not None or self._samples.ids is not None):
-                    self.know(tensor, owners, call)
+                    self.know(tensor, owners, call, is_listed=is_listed)
                 elif self._seen is not None:
                     self._others.add(tensor, owners, call)
         if self._seen is not None:
@@ -291,8 +319,10 @@ class Forward:
     def _end(self, begun: _Begun, which: int) -> None:
         """A call is over, and it is known how it is to be read."""
         n = self.calls.made[begun.call].n if begun.ways else None
-        if (len(begun.ways) > 1 or begun.is_told) and begun.call not in self._unsure:
-            tell(self._model, begun.alike, begun.ways[which])
+        if (len(begun.ways) > 1 or begun.told is not None) and begun.call not in self._unsure:
+            k = self._samples.k if isinstance(self._samples, sample_maps.Dim) else 0
+            rows = [sizes[k] if len(sizes) > k else -1 for sizes in begun.sizes]
+            tell(self._model, begun.alike, begun.ways[which], rows)
         is_known = begun.call in self._unwatched
         seen = self._seen if is_known and self._seen is not None else Seen(n is not None, begun.outputs[which])
         key = begun.key(begun.ways[which].n if begun.ways else None)
@@ -317,8 +347,18 @@ class Forward:
         found = {edge: each.owners for edge, each in self._returned.find(nodes).items() if each.call == begun.call}
         is_marked = self._known.has_marks(nodes)  # then the user has said whose it is
         is_weight = self._sides.is_weight
-        which = 0 if is_marked else chosen(begun.ways, roots, found, names, is_weight, is_told=begun.is_told)
+        fits = lambda way: self._fits(begun.ways[way].n, roots, nodes, begun.call, way)
+        is_told = begun.told is not None
+        which = 0 if is_marked else chosen(begun.ways, roots, found, names, is_weight, fits, is_told=is_told)
         self._choose(begun, which)
+
+    def _fits(self, n: int, roots: Sequence[Any], nodes: Sequence[Node], call: int, way: int) -> bool:
+        """Whether samples stay apart in a loss whose samples only the inputs say, if a call is read in this way."""
+        is_data = lambda node: self._sides.is_data_in(node, way)
+        order = ordered([node for node, _ in map(place, roots) if node is not None])
+        cut = find_cut(roots, climb(order, self.seeds(order, self.rows.as_read(call, way)), n), is_data)
+        is_loss = all(not len(meta.shape) for node in cut.loss for meta in outputs_of(node))
+        return bool(cut.starts) and is_loss and not walk(cut.model, cut.starts, Journey(n), is_data).mixing
 
     def _refuse_other_roles(self, roots: Sequence[Any], nodes: Sequence[Node], names: Mapping[int, str]) -> None:
         """Raise where a call was read as earlier ones were, and what the loss uses of it has the rows of another tensor
@@ -363,9 +403,9 @@ class Forward:
         ids = self._samples.ids
         return self._n if ids is None else len(ids)
 
-    def know(self, tensor: Tensor, owners: Layout, call: int, *, marked: bool = False) -> None:
+    def know(self, tensor: Tensor, owners: Layout, call: int, *, marked: bool = False, is_listed: bool = False) -> None:
         """The samples of a tensor are known."""
-        if self._known.add(tensor, owners, call, marked=marked):
+        if self._known.add(tensor, owners, call, marked=marked, is_listed=is_listed):
             self.spans.shorten()
 
     def mark(self, tensor: Tensor) -> None:
@@ -384,20 +424,47 @@ class Forward:
         if self.is_marked:
             found = {edge: entry for edge, entry in found.items() if entry.marked}
         calls = frozenset(entry.call for entry in found.values())
+        self.in_lists = {edge for edge, entry in found.items() if entry.is_listed}
         return {edge: entry.owners for edge, entry in found.items()}, calls
 
-    def seeds(self, nodes: Sequence[Node]) -> dict[Edge, Layout]:
+    def may_be_one(self, edge: Edge) -> bool:
+        """Whether an output may be that of one sample, in a list."""
+        return edge in self.in_lists
+
+    def refuse_lists(self, calls: Collection[int], n: int, known: Collection[Edge]) -> None:
+        """Raise where the samples of these calls may be the items of a list, and not the rows of each item."""
+        for items in (self._lists[call] for call in calls if call in self._lists):
+            if self.is_marked or not isinstance(self._samples, sample_maps.Dim) or n == items == 1:
+                return
+            if items == n or not known or not self.in_lists.isdisjoint(known):
+                raise SamplesError(
+                    f"the model is given a list of {items} tensors: whether each is a sample, or has a row of every "
+                    "sample, cannot be told.\n  unsum.mark_samples(losses) says whose each loss is"
+                )
+
+    def refuse_other_dimensions(self, owned: Mapping[int, Owners], nodes: Sequence[Node], n: int) -> None:
+        """Raise where only some inputs say whose a loss is, and another one says otherwise, along the dimension that is
+        said of all."""
+        for at, owners in owned.items() if self._unclear and not self.is_marked else ():
+            said = None if owners[0] is None else self._unclear.owners(nodes[at], owners[0].shape)
+            if said is not None and owners[0] is not None and not same(owners[0], said):
+                raise coincide(owners[0].shape, n, "computes")
+
+    def seeds(self, nodes: Sequence[Node], rows: Rows | None = None) -> dict[Edge, Layout]:
         """Places in a graph whose samples the rows of inputs tell, or copies of them."""
         found: dict[Edge, Layout] = {}
+        rows = self.rows if rows is None else rows
         for node in nodes:
             if is_leaf(node):
-                if (owners := self.rows.of(node.variable)) is not None:
+                if (owners := rows.of(node.variable)) is not None:
                     found[node, 0] = owners
-            elif len(outputs_of(node)) == 1:
-                shape = tuple(outputs_of(node)[0].shape)
-                owners = self.rows.owners(node, shape)
+            elif len(metas := outputs_of(node)) == 1 or "Rnn" in node.name():
+                owners = rows.owners(node, tuple(metas[0].shape))
                 if owners is not None:
                     found[node, 0] = owners
+                for output, meta in enumerate(metas[1:], 1):  # states: (…, batch, features)
+                    if isinstance(owners, Regular) and meta.shape[-2] == owners.n == owners.shape[owners.dim]:
+                        found[node, output] = Regular(tuple(meta.shape), owners.n, len(meta.shape) - 2, 1)
         return found
 
     def by_evidence(self, nodes: Sequence[Node]) -> dict[Edge, Layout]:
@@ -416,6 +483,19 @@ class Forward:
             return ""
         said = tuple(self._samples.given.shape)
         return f"  samples= names positions of shape {said}; the model was last given {self._shapes}\n"
+
+
+def _items(found: Sequence[tuple[Any, Tensor]]) -> int:
+    """How many items the list has that the first tensor is in, if these may be samples: alike but for their sizes."""
+    if not found or not (count := listed([path for path, _ in found], found[0][0], 2)):
+        return 0
+    first = found[0][1]
+    depth = max(d for d in range(2, len(found[0][0])) if isinstance(found[0][0][d], int))
+    others = [
+        t for path, t in found if path[:depth] == found[0][0][:depth] and path[depth + 1 :] == found[0][0][depth + 1 :]
+    ]
+    alike = all((t.dim(), t.dtype) == (first.dim(), first.dtype) for t in others)
+    return count if alike and (first.dim() > 2 or all(t.shape[1:] == first.shape[1:] for t in others)) else 0
 
 
 def _is_flattened(tensor: Tensor, n: int) -> bool:

@@ -24,6 +24,7 @@ class Known:
     owners: Layout
     call: int
     marked: bool = False  # by the user: goes before what the outputs say
+    is_listed: bool = False  # one of as many tensors in a list as there are samples: perhaps that of one sample
 
 
 def number(node: Node, output: int) -> Number:
@@ -38,11 +39,11 @@ class KnownTensors:
         self._known: dict[Number, Known] = {}
         self._alive = 64
 
-    def add(self, tensor: Tensor, owners: Layout, call: int, *, marked: bool = False) -> bool:
+    def add(self, tensor: Tensor, owners: Layout, call: int, *, marked: bool = False, is_listed: bool = False) -> bool:
         """Remember a tensor; True if some whose graphs are gone were forgotten, as in a long block."""
         node = tensor.grad_fn
         assert node is not None
-        self._known[number(node, tensor.output_nr)] = Known(weakref.ref(token(node)), owners, call, marked)
+        self._known[number(node, tensor.output_nr)] = Known(weakref.ref(token(node)), owners, call, marked, is_listed)
         if len(self._known) <= 2 * self._alive:
             return False
         self._known = {key: known for key, known in self._known.items() if known.token() is not None}

@@ -64,10 +64,14 @@ class Planner:
         n = number_of_samples(known) if self._ids is None and known else forward.calls.number_of_samples(calls)
         if n is None:
             raise unknown_samples(forward.mismatch())
+        forward.refuse_lists(made, n, known)
         forward.calls.had_backward(made)
         forward.rows.asked = made
         key = self._key(call, seen, known, n)
         structure = recall(self._model, key) if setting.rules and n else None
+        if structure is not None and not self._are_constant(structure, seen, n, made):
+            forget_structure(self._model, key)  # nor may it be had again, with what is now data
+            structure = None
         if structure is not None and not (structure.is_blind and forward.was_watched(made)):
             nodes = structure.plan.in_order(seen.nodes)
             plan = self._derive(structure, seen, nodes, known, n)
@@ -78,6 +82,10 @@ class Planner:
             forward.always_watch(made)
         nodes = ordered(roots_of(call))
         plan, judged = self._learn(call, nodes, known, n, made)
+        if not known:
+            forward.refuse_other_dimensions(plan.owned, nodes, n)
+        if judged is not None and not judged.constants.are_the_models(nodes, setting, n):
+            forward.always_watch(made)
         is_new = judged is not None and setting.rules and (structure is None or structure.is_blind)
         if judged is not None and setting.rules:
             order = tuple(seen.at[node] for node in nodes)
@@ -89,6 +97,15 @@ class Planner:
                 structure.keep(Sizes(seen.signature, (n, *known.values())), plan)
         self._told(key if plan.lasting else None, made, judged)
         return Planned(plan, nodes, calls, is_checked=True, unproven=key if is_new else None)
+
+    def _are_constant(self, structure: Structure, seen: Survey, n: int, made: frozenset[int]) -> bool:
+        """Whether what belonged to nobody when a structure was learnt does so now."""
+        nodes, constants = structure.plan.in_order(seen.nodes), structure.judged.constants
+        watched = self._forward.was_watched(made)
+        held = constants.hold(nodes, self._setting, n, watched=watched)
+        if not held:
+            self._forward.always_watch(made)
+        return held
 
     def _told(self, key: Hashable | None, made: frozenset[int], judged: Judged | None) -> None:
         """The graph of these calls has this structure."""

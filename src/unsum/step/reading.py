@@ -2,8 +2,8 @@
 
 Where all of them agree in the size of the samples' dimension, there is one way to read a call. Where they differ (a
 mask, class embeddings that all samples share, positions), there are several: what the model returns, and the loss goes
-through, says which is right; for a model that returns its loss alone, it is the first. What was found out holds for
-later calls with arguments of the same kinds.
+through, says which is right. For a model that returns its loss alone it is the one that is left without positions and
+single rows. What was found out holds for later calls with arguments of the same kinds.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ class Told:
     """What earlier calls have told of later ones: which of their tensors have the samples."""
 
     members: frozenset[int]  # the tensors that had n rows in every call
+    multiples: frozenset[
+        int
+    ]  # those that had a multiple of n rows in every call: perhaps of all samples after each other
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Reading:
 
     n: int
     members: frozenset[int]  # the tensors that have n samples
+    counts: bool = False  # whether these are positions, which seldom are samples
 
 
 def readings(given: Sequence[Tensor], k: int, told: Told | None) -> list[Reading]:
@@ -57,7 +61,11 @@ def readings(given: Sequence[Tensor], k: int, told: Told | None) -> list[Reading
     if len(distinct) > 1:
         real = {sizes[i] for i, t in enumerate(given) if t.is_floating_point() or not counts(t)}
         distinct.sort(key=lambda size: size not in real)
-    return [Reading(n, frozenset(i for i, size in enumerate(sizes) if size == n)) for n in distinct[:_WAYS]]
+    else:
+        real = set(distinct)
+    return [
+        Reading(n, frozenset(i for i, size in enumerate(sizes) if size == n), n not in real) for n in distinct[:_WAYS]
+    ]
 
 
 def told_by(model: nn.Module, alike: Hashable) -> Told | None:
@@ -65,18 +73,20 @@ def told_by(model: nn.Module, alike: Hashable) -> Told | None:
     return _told.get(model, {}).get(alike)
 
 
-def tell(model: nn.Module, alike: Hashable, reading: Reading) -> None:
-    """A call was read so. (Of one sample nothing follows: any tensor may have one row.)"""
+def tell(model: nn.Module, alike: Hashable, reading: Reading, rows: Sequence[int]) -> None:
+    """A call was read so, that was given tensors of so many rows. (Of one sample nothing follows: any tensor may have
+    one row.)"""
     if reading.n < 2 or not reading.members:
         return
     known = _told.setdefault(model, {})
     if len(known) > _KEPT:
         known.clear()
     before = known.get(alike)
+    multiples = frozenset(k for k, each in enumerate(rows) if each % reading.n == 0)
     if before is None:
-        known[alike] = Told(reading.members)
+        known[alike] = Told(reading.members, multiples)
     elif before.members & reading.members:
-        known[alike] = Told(before.members & reading.members)
+        known[alike] = Told(before.members & reading.members, before.multiples & multiples)
 
 
 def forget(model: nn.Module, alike: Hashable) -> None:
@@ -98,11 +108,13 @@ def chosen(
     returned: Mapping[Edge, Layout],
     names: Mapping[int, str],
     is_weight: Callable[[Any], bool],
+    fits: Callable[[int], bool],
     *,
     is_told: bool,
 ) -> int:
     """In which of these ways a call is to be read, from the outputs that lie between it and the loss; if there is none,
-    in the first. Refuses by raising where that cannot be told. `is_told`: earlier calls have told the first way."""
+    in the only one that is likely, or that `fits` says may be. Refuses by raising where that cannot be told. `is_told`:
+    earlier calls have told the first way."""
 
     def top(own: Mapping[Edge, Layout]) -> set[int]:
         return {layout.n for layout in goes_through(roots, own, names, is_weight) if isinstance(layout, Regular)}
@@ -114,7 +126,15 @@ def chosen(
         found = {n for n, own in apart.items() if own and top(own)}
     if len(found) == 1:
         return numbers.index(found.pop())
-    if found or (numbers[0] == 1 and not is_told):
+    several = [k for k, way in enumerate(ways) if not way.counts]
+    if not found and not is_told and len(several) > 1:
+        sizes = sorted(ways[k].n for k in several)
+        are_apart = all(size % sizes[0] for size in sizes[1:])  # else rows may be those of samples after each other
+        several = [k for k in several if fits(k)] if are_apart else []
+        if len(several) == 1:
+            return several[0]
+        several = []
+    if found or not (several or is_told):
         raise SamplesError(
             f"cannot tell whose gradient this is: the model was given tensors with {', '.join(map(str, numbers))} "
             "rows, and what it returns does not say which of them are the samples.\n  unsum.mark_samples(losses) says "

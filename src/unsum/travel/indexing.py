@@ -34,7 +34,7 @@ def index_add(at: At) -> Layout | Answer:
     own = at.rows()
     if own is None or own[0] != dim:
         return SILENT
-    index = at.saved("index").detach()
+    index = at.saved("index").detach().reshape(-1)
     if isinstance(at.layout, Regular):
         rows = _rows(at.shape[dim], at.journey.n, at.layout.block, index.device)
     else:
@@ -59,7 +59,7 @@ def index_select(at: At) -> Layout | Answer:
     (dim,) = at.dims()
     if dim not in at.varies:
         return at.same()
-    return _sent(at, [None] * dim + [at.saved("index").detach()])
+    return _sent(at, [None] * dim + [at.saved("index").detach().reshape(-1)])
 
 
 @travels("Index UnsafeIndex")

@@ -74,16 +74,25 @@ def batch_norm(at: At) -> Layout | Answer:
 
 @travels("CudnnRnn MkldnnRnnLayer")
 def recurrent(at: At) -> Layout | Answer:
-    """Outputs and inputs are (time, batch, features), or with the batch first; states are (layers, batch, features)."""
-    output, *states = at.outs
-    own = output if output is not None else next((state for state in states if state is not None), None)
-    if own is None or len(own.shape) != 3 or (rows := at.rows(own)) is None:
-        return SILENT
+    """Sequences are (time, batch, features), of cuDNN also with the batch first; states end in (batch, features). Along
+    time samples meet, and so they do at the weights."""
+    is_cudnn = at.kind == "CudnnRnn"
+    if any(out is not None and len(out.shape) < 3 for out in at.outs[:1]):
+        return SILENT  # sequences of unequal lengths, packed
+    batch = 0 if is_cudnn and at.saved("batch_first") else 1
+    of = None
+    for k, out in enumerate(at.outs):
+        if out is None:
+            continue
+        if (rows := at.rows(out)) is None:
+            return SILENT
+        if rows[0] != (batch if k == 0 else len(out.shape) - 2):
+            return MIXED
+        of = out if of is None else of
     if at.edge == 0:
-        return at.along(rows[0], own) if output is not None else SILENT
-    if len(at.arg) != 3 or (output is None and rows[0] != 1):
-        return MIXED if at.kind == "CudnnRnn" and len(at.arg) < 3 else SILENT
-    return at.along(1, own)
+        return at.along(batch, of)
+    is_state = len(at.arg) == 3 if is_cudnn else at.edge > 4  # behind the input and four weights
+    return at.along(len(at.arg) - 2, of) if is_state else MIXED
 
 
 @travels("NllLoss NllLoss2D MultiMarginLoss MultilabelMarginLoss")

@@ -15,7 +15,7 @@ from unsum.graph.nodes import Edge, Node, is_leaf
 from unsum.graph.owners import Owners
 from unsum.seams.nodes import outputs_of
 from unsum.travel.table import Answer, At, Journey, Travel, down, entry, start
-from unsum.travel.walk import INDEXED, Walked, filled, mixes
+from unsum.travel.walk import INDEXED, Walked, filled, may_mix, mixes, with_states
 
 
 class Step(NamedTuple):
@@ -24,7 +24,7 @@ class Step(NamedTuple):
     place: int
     kind: str
     travel: Travel
-    may_mix: bool  # whether it is a batch norm or an embedding, whose saved flags may mix samples
+    looks: bool  # whether it may mix samples whatever the gradients do
     edges: tuple[tuple[int, int, int], ...]  # that lead on to data: edge, place of the child, which of its outputs
 
 
@@ -44,10 +44,12 @@ class Trail:
         for (place, output), layout in zip(places, starts.values(), strict=True):
             if not self._arrive(owners, place, output, layout, journey):
                 return None
-        for place, kind, travel, may_mix, edges in self.steps:
+        for place, kind, travel, looks, edges in self.steps:
             node, outs = nodes[place], owners[place]
+            if "Rnn" in kind:
+                outs = owners[place] = with_states(node, outs)
             first = None if outs is None else next((out for out in outs if out is not None), None)
-            if first is None or outs is None or (may_mix and mixes(node, outs)):
+            if first is None or outs is None or (looks and mixes(node, outs, journey)):
                 return None
             if isinstance(first, Mapped):
                 outs = owners[place] = filled(outs, journey)
@@ -75,10 +77,10 @@ class Trail:
         moved = [_is_moved(outs) for outs in before]
         owners: list[Owners | None] = [None if far else outs for far, outs in zip(moved, before, strict=True)]
         found: dict[int, Owners] = {}
-        for place, kind, _, may_mix, edges in self.steps:
+        for place, kind, _, looks, edges in self.steps:
             is_moved = moved[place]
             outs = owners[place]
-            if may_mix and outs is not None and mixes(nodes[place], outs):
+            if looks and outs is not None and mixes(nodes[place], outs, journey):
                 return None
             if not is_moved and kind not in INDEXED:
                 continue
@@ -119,9 +121,9 @@ def trail(walked: Walked, place: Mapping[Node, int], nodes: Sequence[Node]) -> T
         onward = [(edge, *node.next_functions[edge]) for edge in walked.said.get(node, ())]
         edges = tuple((edge, place[c], output) for edge, c, output in onward if walked.owners.get(c) is not None)
         kind, travel = entry(node.name())
-        may_mix = owners is not None and ("BatchNorm" in kind or kind.startswith("Embedding"))
-        if travel is not None and (edges or may_mix):
-            steps.append(Step(place[node], kind, travel, may_mix, edges))
+        looks = owners is not None and may_mix(node)
+        if travel is not None and (edges or looks):
+            steps.append(Step(place[node], kind, travel, looks, edges))
     return Trail(tuple(steps), tuple(0 if is_leaf(node) else len(outputs_of(node)) for node in nodes))
 
 

@@ -44,13 +44,13 @@ def walk(
     for node in order:
         if node not in arriving or is_leaf(node):
             continue
-        outs = found.owners[node] = filled(arriving.pop(node), journey)
+        outs = found.owners[node] = with_states(node, filled(arriving.pop(node), journey))
         edges = [(k, child, output) for k, (child, output) in enumerate(node.next_functions) if child is not None]
         if outs is None:
             for _, child, _ in edges:
                 arriving[child] = None
             continue
-        if n > 1 and mixes(node, outs):
+        if n > 1 and mixes(node, outs, journey):
             found.mixing.setdefault(node, node)
         at = start(node, outs, journey)
         answers: list[Layout | Answer | None] = [None] * len(node.next_functions)
@@ -90,9 +90,27 @@ def walk(
 INDEXED = frozenset({"Index", "UnsafeIndex", "IndexSelect", "IndexAdd", "IndexCopy", "IndexPut", "IndexPutImpl"})
 
 
-def mixes(node: Node, outs: Owners) -> bool:
-    """Whether values mix whatever the gradients do: batch norm in training, counts of ids over the batch."""
+# Layers that see several numbers of their input at once. Where that is raw, no gradient shows whose it was.
+WIDE = ("Convolution", "SlowConv", "MkldnnConvolution", "CudnnConvolution", "ConvDepthwise", "NativeLayerNorm",
+        "FusedRmsNorm", "NativeGroupNorm", "CudnnRnn", "MkldnnRnn")  # fmt: skip
+
+
+def may_mix(node: Node) -> bool:
+    """Whether `mixes` has to look at a node in every batch."""
     name = node.name()
+    is_wide = name.startswith(WIDE) and node.next_functions[0][0] is None
+    return is_wide or "BatchNorm" in name or name.startswith("Embedding")
+
+
+def mixes(node: Node, outs: Owners, journey: Journey) -> bool:
+    """Whether values mix whatever the gradients do: batch norm in training, counts of ids over the batch, samples along
+    a dimension of a raw input that a layer sees as a whole."""
+    name = node.name()
+    if name.startswith(WIDE) and node.next_functions[0][0] is None:
+        given, at = saved_or(node, "input", None), start(node, outs, journey)
+        if at is None or given is None or (given.dim() < 3 and "Rnn" in name):
+            return False
+        return isinstance(down(at, 0, tuple(given.shape)), Answer)
     if "BatchNorm" in name and not name.startswith("NativeBatchNormLegitNoTraining"):
         out = outs[0]
         return bool(saved_or(node, "training", True)) and not (isinstance(out, Regular) and out.dim == 1)
@@ -132,6 +150,25 @@ def filled(outs: Owners | None, journey: Journey) -> Owners | None:
             whole = complete(out.map, journey.n)
             if isinstance(whole, Regular):
                 outs[k] = Regular(out.shape, whole.n, whole.dim, whole.block)
+    return outs
+
+
+def with_states(node: Node, outs: Owners | None) -> Owners | None:
+    """The owners of a recurrent layer's results, of which some are known: sequences and states have the same samples,
+    also where only one of them is looked at by what the samples were followed through."""
+    if outs is None or "Rnn" not in node.name() or None not in outs[:3]:
+        return outs
+    known = next((out for out in outs if isinstance(out, Regular)), None)
+    if known is None or (known.n > 1 and (known.block != 1 or known.shape[known.dim] != known.n)):
+        return outs
+    sequence = outputs_of(node)[0].shape
+    batch = 0 if node.name().startswith("Cudnn") and saved_or(node, "batch_first", False) else 1
+    for k, meta in list(enumerate(outputs_of(node)))[:3]:
+        dim = batch if k == 0 else len(meta.shape) - 2
+        if outs[k] is None and known.n == 1:
+            outs[k] = Regular(tuple(meta.shape), 1, 0, meta.shape[0])
+        elif outs[k] is None and len(sequence) == 3 and dim >= 0 and meta.shape[dim] == known.n:
+            outs[k] = Regular(tuple(meta.shape), known.n, dim, 1)
     return outs
 
 
