@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unsum.graph.layout import Layout, mapped, regular
+from unsum.graph.layout import Layout, Regular, mapped, regular
 from unsum.learn.places import Place, as_a_whole
 from unsum.learn.within import RULES, TOGETHER, within
 
@@ -41,14 +41,12 @@ def made_of(function: Any, name: str, args: Any, kwargs: Any, known: Known, made
     """The layout of what a function has made of remembered tensors; None if it is unclear."""
     n = max(place.n for place, _ in known.values())
     if name in RULES or name in TOGETHER:
-        layouts = [as_a_whole(place, tensor) for place, tensor in known.values()]
+        layouts = [_regular(place, tensor) for place, tensor in known.values()]
         first = args[0] if args and id(args[0]) in known else None
-        if first is not None and None not in layouts and (name not in KEEPS or name == "layer_norm"):
+        if first is not None and None not in layouts:
             return within(name, [each for each in layouts if each is not None], first, args, kwargs, made)
         if name not in KEEPS and name not in MOVES:
             return None
-    if name in KEEPS and not (args and id(args[0]) in known):
-        return None
     if name in KEEPS:
         layouts = [as_a_whole(place, tensor) for place, tensor in known.values()]
         whole = layouts[0]
@@ -58,27 +56,32 @@ def made_of(function: Any, name: str, args: Any, kwargs: Any, known: Known, made
     if any(own is None for own in owners.values()):
         return None
     if name in KEEPS and name not in MOVES:  # number by number, or along dimensions within a sample
-        first, *others = owners.values()
-        assert first is not None
-        return (
-            _layout(first, n) if first.shape == made.shape and all(_is_spread(own, first) for own in others) else None
-        )
+        spread = [_spread(own, made) for own in owners.values()]
+        if spread[0] is None or not all(own is not None and torch.equal(own, spread[0]) for own in spread):
+            return None
+        return _layout(spread[0], n)
     found = _called_on(function, name, args, kwargs, owners, made)
     if found is None:
         return None
     return _completed(found, n) if bool((found < 0).any()) else _layout(found, n)
 
 
-def _is_spread(own: Tensor | None, over: Tensor) -> bool:
-    """Whether numbers with these owners, spread over others, meet their own samples alone."""
+def _regular(place: Place, tensor: Tensor) -> Regular | None:
+    """The owners of a view of a remembered tensor, if its samples lie along a dimension."""
+    whole = as_a_whole(place, tensor)
+    if whole is not None:
+        return whole
+    own = place.owners_of(tensor)
+    found = None if own is None or bool((own < 0).any()) else _layout(own, place.n)
+    return found if isinstance(found, Regular) else None
+
+
+def _spread(own: Tensor | None, made: Tensor) -> Tensor | None:
+    """The owners of a result that numbers with these owners were spread over; None if it has another shape."""
     try:
-        return (
-            own is not None
-            and bool((own == over).all())
-            and torch.broadcast_shapes(own.shape, over.shape) == over.shape
-        )
+        return None if own is None else own.expand(made.shape)
     except RuntimeError:
-        return False
+        return None
 
 
 def _called_on(

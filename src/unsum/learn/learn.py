@@ -166,9 +166,10 @@ def _cut(
     """The cut, at the outputs of the model or at what the user has marked. Where these do not lie on the loss's way, or
     a parameter meets data beyond them: as far up as samples can be followed, from them and from the rows of inputs."""
     cut, was_known = find_cut(roots, known, setting.is_data), bool(known)
-    if not marked and n > 1 and len(cut.starts) > 1 and setting.rows:  # sizes may coincide: rows of inputs say it
+    lists = any(map(setting.may_be_one, cut.starts))
+    if not marked and n > 1 and (len(cut.starts) > 1 or lists) and setting.rows:  # sizes may coincide: rows say it
         wrong = [edge for edge, owners in cut.starts.items() if contradicts(cut, edge, owners, n, setting)]
-        if 0 < len(wrong) < len(cut.starts):
+        if 0 < len(wrong) < len(cut.starts) or (wrong and all(map(setting.may_be_one, wrong))):
             known = {edge: owners for edge, owners in known.items() if edge not in wrong}
             cut = find_cut(roots, known, setting.is_data)
     met = parameters_met_outside(cut, setting.names, setting.is_weight)

@@ -172,6 +172,8 @@ class Rows:
             if tensor.dim() != len(shape) and (tensor.is_floating_point() or tensor.dim() > len(shape)):
                 continue
             if (whole := as_a_whole(place, tensor)) is not None and whole.dim < tensor.dim():
+                if node.name().startswith("EmbeddingBag") and whole.n == shape[0] == whole.shape[0] // whole.block:
+                    return Regular(shape, whole.n, 0, 1)  # the ids of a bag, all in a row
                 same = tuple(tensor.shape[: whole.dim + 1]) == tuple(shape[: whole.dim + 1])
                 if same and whole.dim < _common(node, tensor.dim()):
                     return Regular(shape, whole.n, whole.dim, whole.block)

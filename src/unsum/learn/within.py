@@ -32,6 +32,15 @@ def _rows(owners: Regular, given: Tensor, args: Sequence[Any], kwargs: dict[str,
     return owners.dim if fits and all(isinstance(a, Tensor) and a.dim() < 3 for a in args[1:2]) else None
 
 
+def _normalised(
+    owners: Regular, given: Tensor, args: Sequence[Any], kwargs: dict[str, Any], made: Tensor
+) -> int | None:
+    """The last dimensions are normalised."""
+    shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else None)
+    last = 1 if isinstance(shape, int) else len(shape) if isinstance(shape, tuple | list) else given.dim()
+    return owners.dim if owners.dim < given.dim() - last else None
+
+
 def _reduced(owners: Regular, given: Tensor, args: Sequence[Any], kwargs: dict[str, Any], made: Tensor) -> int | None:
     """Some dimensions are gone, or have one number left."""
     over = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
@@ -67,7 +76,8 @@ def _by_constants(
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("embedding", "one_hot"), _looked_up),
-    **dict.fromkeys(("linear", "matmul", "__matmul__", "layer_norm", "rms_norm"), _rows),
+    **dict.fromkeys(("linear", "matmul", "__matmul__"), _rows),
+    **dict.fromkeys(("layer_norm", "rms_norm"), _normalised),
     **dict.fromkeys(_REDUCE, _reduced),
     **dict.fromkeys(_FIRST, _first),
     **{name: _convolved(name) for name in _CONVOLVE},

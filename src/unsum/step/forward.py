@@ -34,7 +34,7 @@ from unsum.step.reading import Reading, Told, chosen, forget, goes_through, read
 from unsum.step.verify import Verification
 from unsum.travel import Journey
 from unsum.travel.climb import climb
-from unsum.travel.walk import walk
+from unsum.travel.walk import walk, with_states
 
 
 @dataclass(frozen=True)
@@ -462,9 +462,9 @@ class Forward:
                 owners = rows.owners(node, tuple(metas[0].shape))
                 if owners is not None:
                     found[node, 0] = owners
-                for output, meta in enumerate(metas[1:], 1):  # states: (…, batch, features)
-                    if isinstance(owners, Regular) and meta.shape[-2] == owners.n == owners.shape[owners.dim]:
-                        found[node, output] = Regular(tuple(meta.shape), owners.n, len(meta.shape) - 2, 1)
+                if owners is not None and len(metas) > 1:
+                    outs = with_states(node, [owners, *[None for _ in metas[1:]]]) or []
+                    found |= {(node, k): out for k, out in enumerate(outs) if out is not None}
         return found
 
     def by_evidence(self, nodes: Sequence[Node]) -> dict[Edge, Layout]:
