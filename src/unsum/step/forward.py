@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from unsum import samples as sample_maps
 from unsum import seams
 from unsum.errors import SamplesError
-from unsum.graph.layout import Layout, Regular, same
+from unsum.graph.layout import Layout, same
 from unsum.graph.nodes import Edge, Node, is_leaf, ordered, place
 from unsum.graph.owners import Owners
 from unsum.graph.replay import nested
