@@ -46,13 +46,14 @@ class Constants:
             return False
         return not any(map(setting.sides.is_data, mine)) if watched else self.are_the_models(nodes, setting, n)
 
-    def are_the_models(self, nodes: Sequence[Node], setting: Setting, n: int) -> bool:
-        """Whether what they have saved is the model's own, or cannot have n samples."""
+    def are_the_models(self, nodes: Sequence[Node], setting: Setting, n: int | None = None) -> bool:
+        """Whether what they have saved is the model's own, or cannot have n samples, if their number is given."""
         if not self.places:
             return True
         own = setting.own_memory
         saved = (tensor for place in self.places for tensor in numbers_saved_by(nodes[place]))
-        return all(memory_number(tensor) in own or not may_have_samples(tensor, n) for tensor in saved)
+        others = [tensor for tensor in saved if memory_number(tensor) not in own]
+        return not others or (n is not None and not any(may_have_samples(tensor, n) for tensor in others))
 
 
 def constants_among(nodes: Sequence[Node], places: Collection[int]) -> Constants:

@@ -84,7 +84,7 @@ class Planner:
         plan, judged = self._learn(call, nodes, known, n, made)
         if not known:
             forward.refuse_other_dimensions(plan.owned, nodes, n)
-        if judged is not None and not judged.constants.are_the_models(nodes, setting, n):
+        if judged is not None and not judged.constants.are_the_models(nodes, setting):
             forward.always_watch(made)
         is_new = judged is not None and setting.rules and (structure is None or structure.is_blind)
         if judged is not None and setting.rules:
