@@ -62,12 +62,13 @@ class GradientsBlock:
         self._saved = Saved()
         self._sides = Sides(self._model, self._saved)
         self._forward = Forward(self._names, options.samples, self._sides, verify=options.verify)
-        self._sides.rows = self._forward.rows
+        inputs = self._forward.inputs
+        self._sides.rows = inputs.rows
         self._setting = Setting(
-            self._model, self._sides, self._forward.rows, self._forward.seeds, self._forward.mismatch,
+            self._model, self._sides, inputs.rows, inputs.seeds, self._forward.mismatch,
             self._found.unique(), self._found.by_id, self._forward.spans.module_of,
             exact=options.exact, rules=options.rules, strict=options.strict,
-            shared=self._forward.shared, may_be_one=self._forward.may_be_one,
+            shared=inputs.shared, may_be_one=self._forward.may_be_one,
             is_said=getattr(options.samples, "is_said", False),
         )  # fmt: skip
         self._planner = Planner(
@@ -80,7 +81,7 @@ class GradientsBlock:
         self.passes = False  # whether calls inside the one under way need not be told
         self._blocks = seams.open_block(self)
         self._unwatch = seams.on_calls(self)
-        self._forward.open()
+        self._forward.watching.open()
         return self._found
 
     def __exit__(

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from unsum import seams
 from unsum.compiled.compile import compiled_with_taps, rehearsing, reuses_memory, taken_down
+from unsum.compiled.memory import Key, Memory, Record, memory_of
 from unsum.compiled.pattern import NotLasting, Pattern, Unknown, Untappable, leaf_of, made, pattern
 from unsum.compiled.trace import Trace, tracing
 from unsum.errors import UnsupportedError
@@ -28,71 +28,12 @@ from unsum.plan.plan import Meeting, Plan
 from unsum.reducers.tap import Tap
 from unsum.seams.compiling import flattened
 from unsum.sites import unwrapped
-from unsum.step.forward import Forward, Look
+from unsum.step.calls import Look
+from unsum.step.forward import Forward
 
 log = logging.getLogger("unsum")
 
-_KEPT = 128  # layouts of a model
 _TRIES = 2  # rehearsals of a call whose nodes are others when it is compiled
-
-
-@dataclass(frozen=True)
-class _Key:
-    """What a call is like: its sizes apart, which may change from batch to batch."""
-
-    rest: Hashable
-    sizes: tuple[tuple[int, ...], ...]
-
-
-@dataclass
-class _Record:
-    """A model compiled with taps."""
-
-    run: Callable[..., Any]
-    pattern: Pattern
-    reuses_memory: bool
-    told: list[list[str]] = field(default_factory=list)  # by its forms
-
-
-@dataclass
-class _Memory:
-    """What is known of a model's compiled calls."""
-
-    patterns: OrderedDict[_Key, list[Pattern]] = field(default_factory=OrderedDict)
-    rehearsed: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)  # where rules cover an eager call
-    records: dict[Hashable, _Record] = field(default_factory=dict)
-    refused: dict[Hashable, str] = field(default_factory=dict)  # why calls cannot run compiled
-    missed: dict[Hashable, int] = field(default_factory=dict)  # how often calls were not what was learnt
-
-    def learnt(self, key: _Key, new: Pattern) -> None:
-        known = self.patterns.setdefault(key, [])
-        if all(each.nodes != new.nodes for each in known):
-            known.append(new)
-        del known[:-4]
-        self.patterns.move_to_end(key)
-        while len(self.patterns) > _KEPT:
-            self.patterns.popitem(last=False)
-
-    def known(self, key: _Key) -> Pattern | None:
-        """What was learnt of calls with these sizes, or of such with others, if these sizes are known to change."""
-        if key in self.patterns:
-            return self.patterns[key][-1]
-        alike = [(k.sizes, p[-1]) for k, p in self.patterns.items() if k.rest == key.rest and _same_rank(k, key)]
-        if len({p.structure for _, p in alike}) != 1:
-            return None
-        for tensor, sizes in enumerate(key.sizes):
-            for dim, size in enumerate(sizes):
-                seen = {known[tensor][dim] for known, _ in alike}
-                if size not in seen and (len(seen) < 2 or size < 2):
-                    return None
-        return alike[-1][1]
-
-
-def _same_rank(one: _Key, other: _Key) -> bool:
-    return [len(sizes) for sizes in one.sizes] == [len(sizes) for sizes in other.sizes]
-
-
-_memories: weakref.WeakKeyDictionary[nn.Module, _Memory] = weakref.WeakKeyDictionary()
 
 
 @dataclass
@@ -102,7 +43,7 @@ class Tapped:
     call: int
     n: int
     before: int  # samples that come before, if backwards come in the order of forwards
-    record: _Record
+    record: Record
     key: Hashable  # of calls like this one
     edges: frozenset[Edge]  # the places of the outputs that may lead to the loss
     tap: weakref.ref[Tensor]  # the first one: it lives as long as the graph
@@ -133,7 +74,7 @@ class Tapping:
         self._reducers, self._grad = reducers, grad
         self._forms: list[Tap] | None = None
         self._module = model
-        self._candidate: _Key | None = None  # of an eager call that may run compiled some time
+        self._candidate: Key | None = None  # of an eager call that may run compiled some time
         self._is_rehearsal = False
         self._own: tuple[list[Node], list[Edge]] | None = None  # its nodes and its outputs
         self._calls: dict[int, Tapped] = {}
@@ -150,8 +91,8 @@ class Tapping:
         look = self._forward.look(name, args, kwargs)
         if look.n is None:
             return seams.NOTHING
-        key = _Key((name, look.rest, _others(args, kwargs)), look.sizes)
-        memory = _memories.setdefault(self._model, _Memory())
+        key = Key((name, look.rest, _others(args, kwargs)), look.sizes)
+        memory = memory_of(self._model)
         self._candidate, self._is_rehearsal = None, False
         assert self._forms is not None
         wanted = (key.rest, tuple(form.key for form in self._forms))
@@ -177,15 +118,15 @@ class Tapping:
         return seams.NOTHING
 
     def _rehearse(
-        self, memory: _Memory, key: _Key, name: str, module: nn.Module, inner: nn.Module, args: Any, kwargs: Any
+        self, memory: Memory, key: Key, name: str, module: nn.Module, inner: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         """Run what torch takes down of the model, node by node."""
         self._is_rehearsal = True
         self._forward.before(name, module, args, kwargs, anew=True)
-        self._forward.unwatch()
+        self._forward.watching.turn(False)
         output = None
         try:
-            with seams.aside(), rehearsing(self._forward.watched_by()):
+            with seams.aside(), rehearsing(self._forward.watching.sides):
                 output = memory.rehearsed[key.rest](inner, args, kwargs)
         finally:
             self._forward.after(output)
@@ -194,9 +135,9 @@ class Tapping:
 
     def _compiled(
         self,
-        memory: _Memory,
+        memory: Memory,
         known: Pattern,
-        key: _Key,
+        key: Key,
         look: Look,
         module: nn.Module,
         inner: nn.Module,
@@ -205,7 +146,7 @@ class Tapping:
     ) -> Any:
         assert self._forms is not None and look.n is not None
         what = (key.rest, known.structure, tuple(f.key for f in self._forms), tuple(self._wanted), self._grad)
-        record = memory.records.get(what) or _Record(compiled_with_taps(module), known, reuses_memory(module))
+        record = memory.records.get(what) or Record(compiled_with_taps(module), known, reuses_memory(module))
         output = self._run(record, key.rest, inner, args, kwargs, look, memory.patterns.get(key, []))
         memory.records[what] = record
         return output
@@ -220,7 +161,7 @@ class Tapping:
 
     def _run(
         self,
-        record: _Record,
+        record: Record,
         key: Hashable,
         inner: nn.Module,
         args: Any,
@@ -241,7 +182,7 @@ class Tapping:
         given = [tensor for form in self._forms for tensor in form.given(before, n, first.device)]
         frozen = frozenset() if self._grad else frozenset(id(p) for p in self._model.parameters())
         trace = Trace(patterns, self._forms, self._wanted, frozen, len(taps), record.told)
-        self._forward.unwatch()
+        self._forward.watching.turn(False)
         for given_in in {parameter.dtype for parameter in self._wanted.values()}:
             fused.make_ready(first.device, given_in)
         try:
@@ -278,7 +219,7 @@ class Tapping:
         self._candidate = self._own = None
         if key is None or own is None:
             return
-        memory = _memories.setdefault(self._model, _Memory())
+        memory = memory_of(self._model)
         try:
             known = pattern(plan, nodes, *own, self._by_id)
             if self._is_rehearsal:
@@ -314,7 +255,7 @@ class Tapping:
         try:
             self._refuse_others(call, tapped)
         except UnsupportedError:  # from now on it runs eagerly
-            _memories.setdefault(self._model, _Memory()).refused[tapped.key] = "its loss changes"
+            memory_of(self._model).refused[tapped.key] = "its loss changes"
             watch_again(self._model)
             raise
         tapped.values, tapped.is_begun = None, True

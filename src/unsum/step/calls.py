@@ -4,12 +4,15 @@ which node."""
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from unsum.graph.nodes import is_leaf
 from unsum.seams.nodes import next_number, number_of
+from unsum.step.reading import Reading, Told
 
 _KEPT = 10_000  # modules' calls that are remembered once older graphs are gone
 _WAITING = 1000  # calls without a backward, in a long block
@@ -112,3 +115,42 @@ class Spans:
             if start <= number < end:
                 return name
         return ""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What can be told of a call before it is made."""
+
+    rest: Hashable  # flags, dtypes
+    sizes: tuple[tuple[int, ...], ...]  # of the tensors that it is given
+    n: int | None
+    positions: int | None
+
+
+@dataclass(eq=False)
+class Begun:
+    """An outermost call that has begun."""
+
+    call: int
+    ways: list[Reading]  # in which it may be read
+    alike: Hashable  # what such calls have in common, whatever the sizes
+    rest: tuple[Hashable, ...]  # its name and flags
+    sizes: tuple[tuple[int, ...], ...]  # of what it was given
+    positions: int | None  # how many tokens each sample has, if it was given tokens
+    told: Told | None  # by earlier calls: the first of the ways
+    are_data: list[bool] = field(default_factory=list)  # whether it was given any data, read in each way
+    outputs: list[tuple[bool, ...]] = field(default_factory=list)  # which of them may have samples, read in each way
+    is_whole: bool = False  # whether it has returned
+
+    def key(self, n: int | None) -> Hashable:
+        """What such calls are remembered by."""
+        return *self.rest, n == 1
+
+
+def positions_of(given: Sequence[Tensor]) -> int | None:
+    """How many tokens a sample has, if the first tensor of two dimensions or more is token ids or rows of vectors."""
+    first = next((t for t in given if t.dim() > 1), None)
+    if first is None:
+        return None
+    is_ids = first.dim() == 2 and not first.is_floating_point()
+    return int(first.shape[1]) if is_ids or first.dim() == 3 else None

@@ -64,28 +64,29 @@ class Planner:
         n = number_of_samples(known) if self._ids is None and known else forward.calls.number_of_samples(calls)
         if n is None:
             raise unknown_samples(forward.mismatch())
-        forward.refuse_lists(made, n, known)
+        if not forward.is_marked:
+            forward.inputs.refuse_lists(made, n, known, forward.in_lists)
         forward.calls.had_backward(made)
-        forward.rows.asked = made
+        forward.inputs.rows.asked = made
         key = self._key(call, seen, known, n)
         structure = recall(self._model, key) if setting.rules and n else None
         if structure is not None and not self._are_constant(structure, seen, n, made):
             forget_structure(self._model, key)  # nor may it be had again, with what is now data
             structure = None
-        if structure is not None and not (structure.is_blind and forward.was_watched(made)):
+        if structure is not None and not (structure.is_blind and forward.watching.saw(made)):
             nodes = structure.plan.in_order(seen.nodes)
             plan = self._derive(structure, seen, nodes, known, n)
             if plan is not None:
                 self._told(key, made, structure.judged)
                 return Planned(plan, nodes, calls, is_checked=not setting.rules)
-        if structure is not None or not forward.was_watched(made):  # whatever comes of it
-            forward.always_watch(made)
+        if structure is not None or not forward.watching.saw(made):  # whatever comes of it
+            forward.watching.always(made)
         nodes = ordered(roots_of(call))
         plan, judged = self._learn(call, nodes, known, n, made)
         if not known:
-            forward.refuse_other_dimensions(plan.owned, nodes, n)
+            forward.inputs.refuse_other_dimensions(plan.owned, nodes, n)
         if judged is not None and not judged.constants.are_the_models(nodes, setting):
-            forward.always_watch(made)
+            forward.watching.always(made)
         is_new = judged is not None and setting.rules and (structure is None or structure.is_blind)
         if judged is not None and setting.rules:
             order = tuple(seen.at[node] for node in nodes)
@@ -101,23 +102,23 @@ class Planner:
     def _are_constant(self, structure: Structure, seen: Survey, n: int, made: frozenset[int]) -> bool:
         """Whether what belonged to nobody when a structure was learnt does so now."""
         nodes, constants = structure.plan.in_order(seen.nodes), structure.judged.constants
-        watched = self._forward.was_watched(made)
+        watched = self._forward.watching.saw(made)
         held = constants.hold(nodes, self._setting, n, watched=watched)
         if not held:
-            self._forward.always_watch(made)
+            self._forward.watching.always(made)
         return held
 
     def _told(self, key: Hashable | None, made: frozenset[int], judged: Judged | None) -> None:
         """The graph of these calls has this structure."""
         if judged is not None and judged.by_copies:
-            self._forward.always_watch(made)
-        self._forward.learnt(None if self._saved.is_needed else key, made)
+            self._forward.watching.always(made)
+        self._forward.watching.led_to(None if self._saved.is_needed else key, made)
 
     def _learn(
         self, call: seams.Backward, nodes: Sequence[Node], known: Mapping[Edge, Layout], n: int, made: frozenset[int]
     ) -> tuple[Plan, Judged | None]:
         forward = self._forward
-        self._sides.is_blind = not forward.was_watched(made)
+        self._sides.is_blind = not forward.watching.saw(made)
         if self._sides.is_blind:
             watch_again(self._model)
             known = known if forward.is_marked else forward.by_evidence(nodes) or known
@@ -141,7 +142,7 @@ class Planner:
         """The plan of a graph whose structure is known; None if it does not follow from that."""
         sizes = Sizes(seen.signature, (n, *known.values()))
         plan = structure.sized.get(sizes)
-        judged, rows = structure.judged, self._forward.rows
+        judged, rows = structure.judged, self._forward.inputs.rows
         if plan is not None and not judged.is_dynamic:
             return plan if agrees(judged, plan.owned, nodes, rows) else None
         starts = starts_of(structure.plan, nodes, known, n)

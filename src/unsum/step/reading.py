@@ -17,9 +17,13 @@ from torch import Tensor, nn
 
 from unsum.errors import SamplesError
 from unsum.graph.layout import Layout, Regular
-from unsum.graph.nodes import Edge
+from unsum.graph.nodes import Edge, Node
 from unsum.learn.cut import find_cut, parameters_met_outside
 from unsum.learn.sides import counts
+from unsum.seams.nodes import outputs_of
+from unsum.travel import Journey
+from unsum.travel.climb import climb
+from unsum.travel.walk import walk
 
 _KEPT = 512
 _WAYS = 4  # in which a call is read at most
@@ -141,3 +145,16 @@ def chosen(
             "it, or samples=torch.arange(n)"
         )
     return 0
+
+
+def stay_apart(
+    roots: Sequence[Any],
+    order: Sequence[Node],
+    seeds: Mapping[Edge, Layout],
+    n: int,
+    is_data: Callable[[Node], bool],
+) -> bool:
+    """Whether samples stay apart in a loss whose samples only these inputs say."""
+    cut = find_cut(roots, climb(order, seeds, n), is_data)
+    is_loss = all(not len(meta.shape) for node in cut.loss for meta in outputs_of(node))
+    return bool(cut.starts) and is_loss and not walk(cut.model, cut.starts, Journey(n), is_data).mixing
