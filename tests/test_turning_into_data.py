@@ -137,3 +137,121 @@ def test_samples_that_interact_after_a_harmless_step_are_refused():
         else:
             run = lambda x=x: model(x).square().sum()
             assert_both(model, run, lambda i, x=x: model(x[i : i + 1]).square().sum(), 4)
+
+
+# ---- branches beside the outputs ----------------------------------------------------------------------------------
+
+ORDERS = {
+    "shuffled": lambda x: x[torch.randperm(len(x))],
+    "sorted": lambda x: x[x[:, 0].argsort()],
+    "chosen": lambda x: x[torch.rand(len(x)).argsort()[: len(x) // 2]],
+    "turned by chance": lambda x: x.flip(0) if torch.rand(()) < 0.5 else x + 0.0,
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("frozen", [False, True], ids=["raw", "behind a frozen layer"])
+def test_rows_that_move_otherwise_in_every_batch_beside_the_outputs(order, frozen):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.f, self.a, self.k = nn.Linear(D, D).requires_grad_(False), nn.Linear(D, 2), nn.Linear(D, D)
+
+        def forward(self, x):
+            h = self.f(x) if frozen else x
+            self.moved = ORDERS[order](h)
+            return self.a(h), self.k(self.moved).square().sum()
+
+    model = Two()
+    for _ in range(7):
+        x = torch.randn(4, D)
+        with unsum.gradients(model) as g:
+            out, beside = model(x)
+            (out.square().sum() + beside).backward()
+        h = model.f(x) if frozen else x
+        wanted = []
+        for row in h:
+            own = [moved for moved in model.moved if torch.equal(moved, row)]
+            loss = sum((model.k(each).square().sum() for each in own), model.k.weight.sum() * 0)
+            wanted.append(torch.autograd.grad(loss, model.k.weight)[0])
+        torch.testing.assert_close(g["k.weight"].per_sample(), torch.stack(wanted))
+
+
+WRITTEN = {
+    "an attribute": lambda m, x: setattr(m, "memory", x + 0.1),
+    "a buffer that is written to": lambda m, x: m.memory.copy_(x * 2),
+    "a part of it": lambda m, x: m.memory.__setitem__(slice(0, 2), x[:2] * 2),
+    "its memory": lambda m, x: setattr(m.memory, "data", x * 2),
+}
+
+
+@pytest.mark.parametrize("how", WRITTEN)
+@pytest.mark.parametrize("start", [1, 2, 3])
+def test_a_memory_that_is_filled_with_samples_is_right_or_refused(how, start):
+    class Remembering(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.k, self.is_on, self.memory = nn.Linear(D, 2), nn.Linear(D, D), False, torch.randn(4, D)
+
+        def forward(self, x):
+            if self.is_on:
+                WRITTEN[how](self, x)
+            return self.a(x), self.k(self.memory).square().sum()
+
+    model = Remembering()
+    for step in range(7):
+        model.is_on = step >= start
+        try:
+            with unsum.gradients(model) as g:
+                out, beside = model(torch.randn(4, D))
+                (out.square().sum() + beside).backward()
+        except SamplesError:
+            assert model.is_on
+            continue
+        found = g["k.weight"].per_sample()
+        if model.is_on and how != "a part of it":
+            rows = [torch.autograd.grad(model.k(row).square().sum(), model.k.weight)[0] for row in model.memory]
+            torch.testing.assert_close(found, torch.stack(rows))
+        else:
+            assert not model.is_on and not found.any()
+
+
+@pytest.mark.parametrize("chosen", [[0, 1], [0], [0, 0, 1, 1], [0, 1, 0, 1], [1, 3]], ids=str)
+def test_rows_that_are_chosen_and_changed(chosen):
+    class Chosen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.k = nn.Linear(D, 2), nn.Linear(D, D)
+
+        def forward(self, x):
+            return self.a(x), self.k(x[torch.tensor(chosen)] * 2).square().sum()
+
+    model = Chosen()
+    for n in (4, 5):
+        x = torch.randn(n, D)
+        with unsum.gradients(model) as g:
+            out, beside = model(x)
+            (out.square().sum() + beside).backward()
+        for i, found in enumerate(g["k.weight"].per_sample()):
+            loss = model.k(x[i] * 2).square().sum() * chosen.count(i)
+            torch.testing.assert_close(found, torch.autograd.grad(loss, model.k.weight)[0])
+
+
+def test_a_penalty_with_tensors_of_its_own_is_nobodys_if_the_losses_are_marked():
+    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2))
+    stars, seen = [p.detach() + 0.1 for p in model.parameters()], []
+    for n in (4, 5, 4, 7):
+        x = torch.randn(n, D)
+        penalty = lambda: sum((0.3 * (p - star) ** 2).sum() for p, star in zip(model.parameters(), stars, strict=True))
+        if n == 4 and not seen:
+            with pytest.raises(SamplesError, match="mark_samples"), unsum.gradients(model):
+                (model(x).square().sum() + penalty()).backward()
+        seen.append(n)
+        with unsum.gradients(model) as g:
+            losses = unsum.mark_samples(model(x).square().sum(1))
+            (losses.sum() + penalty()).backward()
+        wanted = torch.autograd.grad(penalty(), list(model.parameters()))
+        for (name, _), shared in zip(model.named_parameters(), wanted, strict=True):
+            torch.testing.assert_close(g[name].shared(), shared)
+        rows = [torch.autograd.grad(model(row[None]).square().sum(), model[0].weight)[0] for row in x]
+        torch.testing.assert_close(g["0.weight"].per_sample(), torch.stack(rows))

@@ -54,8 +54,9 @@ def learn(
     for operation, number, call in setting.sides.mixing:
         if call in calls and not setting.exact:
             raise interaction(operation, setting.module_of(number))
-    is_told = not known  # by the rows of inputs alone
+    returned = known
     cut, known = _cut(roots, nodes, known, n, setting, marked=marked)
+    is_told = not marked and any(edge not in returned for edge in cut.starts)  # by rows of inputs, somewhere
     cut, walked, audit = _judged(cut, n, setting, marked=marked)
     if setting.exact or not walked.mixing:
         place = {node: k for k, node in enumerate(nodes)}
@@ -165,14 +166,17 @@ def _cut(
 ) -> tuple[Cut, Mapping[Edge, Layout]]:
     """The cut, at the outputs of the model or at what the user has marked. Where these do not lie on the loss's way, or
     a parameter meets data beyond them: as far up as samples can be followed, from them and from the rows of inputs."""
-    cut, was_known = find_cut(roots, known, setting.is_data), bool(known)
+    # Where the user has marked the losses, what is beside them is nobody's: a penalty with tensors of its own.
+    is_data = (lambda node: False) if marked else setting.is_data
+    cut, was_known = find_cut(roots, known, is_data), bool(known)
     lists = any(map(setting.may_be_one, cut.starts))
     if not marked and n > 1 and (len(cut.starts) > 1 or lists) and setting.rows:  # sizes may coincide: rows say it
         wrong = [edge for edge, owners in cut.starts.items() if contradicts(cut, edge, owners, n, setting)]
         if 0 < len(wrong) < len(cut.starts) or (wrong and all(map(setting.may_be_one, wrong))):
             known = {edge: owners for edge, owners in known.items() if edge not in wrong}
             cut = find_cut(roots, known, setting.is_data)
-    met = parameters_met_outside(cut, setting.names, setting.is_weight)
+    is_weight = lambda node: marked or setting.is_weight(node) or setting.sides.is_shared(node)
+    met = parameters_met_outside(cut, setting.names, is_weight)
     if cut.starts and not met:
         return cut, known
     if not marked:
@@ -188,8 +192,9 @@ def _cut(
         node, name = met[0]
         raise SamplesError(
             f"{name} meets data at {node.name()}, where the samples are unknown: their gradients are summed there "
-            "already, or they cannot be followed so far.\n  unsum.mark_samples(losses) says whose each loss is; or "
-            f"leave {name} out: params="
+            "already, or they cannot be followed so far.\n  unsum.mark_samples(losses) says whose each loss is, and "
+            "that what is beside them is nobody's; a tensor that is no data may be a buffer of the model; or leave "
+            f"{name} out: params="
         )
     return cut, known
 

@@ -23,14 +23,10 @@ class Place:
     offset: int
     itemsize: int
     owners: Layout
+    n: int  # samples of the call, of which some may have no number here
     is_given: bool  # to the model, and not made of what was
     call: int  # the outermost call that it was given to
     reading: int  # which of the ways in which that call may be read
-
-    @property
-    def n(self) -> int:
-        """How many samples there are."""
-        return self.owners.n if isinstance(self.owners, Regular) else int(self.owners.map.max()) + 1
 
     @property
     def end(self) -> int:

@@ -9,7 +9,8 @@ def unknown_samples(mismatch: str = "") -> SamplesError:
     """The error for a loss whose samples nobody knows."""
     return SamplesError(
         "cannot tell whose gradient this is: no tensor with known samples lies between loss and model.\n"
-        f"{mismatch}  call the model inside the block, say samples=unsum.dim(k), or unsum.mark_samples(losses)"
+        f"{mismatch}  call the model inside the block and let it return what its loss is made of, say "
+        "samples=unsum.dim(k), or unsum.mark_samples(losses)"
     )
 
 

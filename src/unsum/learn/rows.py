@@ -44,8 +44,11 @@ class Rows:
         self._places: dict[int, list[Place]] = {}  # by the number of their memory
         self.asked: Collection[int] | None = None  # the calls of which it is asked; None: all
 
-    def remember(self, tensor: Tensor, owners: Layout, call: int, reading: int = 0, *, is_given: bool = True) -> None:
-        """The owners of this tensor, in a call, are known: as it is read so, if it may be read in several ways."""
+    def remember(
+        self, tensor: Tensor, owners: Layout, n: int, call: int, reading: int = 0, *, is_given: bool = True
+    ) -> None:
+        """The owners of this tensor, in a call with n samples, are known: as it is read so, if it may be read in
+        several ways."""
         if tensor.layout != torch.strided or not tensor.numel() or self._holds(tensor, call, reading):
             return
         try:
@@ -57,7 +60,7 @@ class Rows:
         there = self._places.setdefault(storage.cdata, [])
         offset, shape = int(tensor.storage_offset()), tuple(tensor.shape)
         size = tensor.element_size()
-        there.append(Place(storage, shape, tensor.stride(), offset, size, owners, is_given, call, reading))
+        there.append(Place(storage, shape, tensor.stride(), offset, size, owners, n, is_given, call, reading))
         del there[:-64]
 
     def _holds(self, tensor: Tensor, call: int, reading: int) -> bool:
@@ -101,7 +104,8 @@ class Rows:
         for (call, reading), known in readings.items():
             layout = made_of(function, name, args, kwargs, known, made) if known else None
             if layout is not None:
-                self.remember(made, layout, call, reading, is_given=False)
+                n = max(place.n for place, _ in known.values())
+                self.remember(made, layout, n, call, reading, is_given=False)
 
     def written(self, name: str, target: Tensor, others: Sequence[Tensor]) -> None:
         """A tensor is written to. What is changed number by number, without another remembered tensor, keeps its
@@ -129,7 +133,7 @@ class Rows:
                 for place, tensor in known:
                     layout = of_copy(place, tensor, saved)
                     if layout is not None:
-                        self.remember(saved, layout, place.call, place.reading, is_given=False)
+                        self.remember(saved, layout, place.n, place.call, place.reading, is_given=False)
 
     def _place(self, tensor: Tensor) -> Place | None:
         """Where a tensor that is remembered, and of which this is a view, lies: of the calls that are asked about, the

@@ -23,11 +23,6 @@ def numbers_saved_by(node: Node) -> Iterator[Tensor]:
             yield tensor
 
 
-def may_have_samples(tensor: Tensor, n: int) -> bool:
-    """Whether a tensor may hold something of each of n samples."""
-    return any(size % n == 0 for size in tensor.shape)
-
-
 _LOOKS = ("TBackward0", "TransposeBackward0", "ToCopyBackward0", "ViewBackward0", "PermuteBackward0")
 
 
@@ -65,6 +60,12 @@ class Setting:
             not tensor.requires_grad and tensor.numel() > 1 and memory_of(tensor) not in own
             for tensor in saved_by(node)
         )
+
+    @property
+    def trusted_memory(self) -> set[int]:
+        """Numbers of the memory of parameters, and of inputs without samples: no data, whatever is written there."""
+        own = [memory_number(tensor) for tensor in self.model.parameters() if not is_lazy(tensor)]
+        return self.shared | set(own)
 
     @property
     def own_memory(self) -> set[int]:

@@ -145,6 +145,8 @@ class Sides(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in _PASSED_OVER:
+            if name == "__set__" and getattr(getattr(func, "__self__", None), "__name__", "") == "data":
+                self._note_replaced(*args)
             return func(*args, **kwargs)
         self._prepare()
         inputs = list(_tensors((args, kwargs)))
@@ -239,6 +241,12 @@ class Sides(TorchFunctionMode):
             if any(child in data for _, child, _ in below(node)) or _saved(node) & memory:
                 data.add(node)
                 _note(node, "data", world.token)
+
+    def _note_replaced(self, target: Tensor, value: Tensor) -> None:
+        """`target.data = value`: the one is now what the other is."""
+        for world in self._worlds:
+            if not isinstance(target, nn.Parameter):
+                world.kinds[target] = self._kind(value, world)
 
     def _note_written(self, name: str, inputs: list[Tensor], kinds: set[str], world: _World) -> Tensor | None:
         """What is written into becomes data, if data is written: `buffer[:] = x`, `buffer.copy_(x)`. Returns it."""

@@ -9,6 +9,7 @@ from math import prod
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from unsum.graph.layout import Layout, Mapped, Regular, same
 from unsum.graph.nodes import Edge, Node
@@ -17,13 +18,13 @@ from unsum.kernels import costs
 from unsum.learn.audit import shape_of
 from unsum.learn.routes import skippable
 from unsum.learn.rows import Rows
-from unsum.learn.setting import Setting, may_have_samples, numbers_saved_by
+from unsum.learn.setting import Setting, numbers_saved_by
 from unsum.plan.plan import Plan, Route, has_doubts
 from unsum.plan.teams import teams
 from unsum.reducers.holding import Size, size_of
 from unsum.rules.registry import Call
 from unsum.seams.nodes import outputs_of
-from unsum.seams.tensors import memory_number
+from unsum.seams.tensors import memory_number, version_of
 from unsum.travel import Journey
 from unsum.travel.trail import Trail
 from unsum.travel.walk import walk
@@ -35,30 +36,43 @@ class Constants:
     the same node may have saved data."""
 
     places: frozenset[int] = frozenset()
+    known: tuple[tuple[StorageWeakRef, int], ...] = ()  # memory of what they had saved, and its version
 
-    def hold(self, nodes: Sequence[Node], setting: Setting, n: int, *, watched: bool) -> bool:
-        """Whether they belong to nobody in this graph as well: what they have saved is the model's own, or cannot have
-        n samples; or it was seen that it is no data."""
-        if not self.places:
-            return True
+    def hold(self, nodes: Sequence[Node], setting: Setting, *, watched: bool) -> bool:
+        """Whether they belong to nobody in this graph as well: what they have saved is what it was; or it was seen that
+        it is no data."""
         mine = [nodes[place] for place in self.places]
         if any(setting.rows.are_saved_by(node) for node in mine):
             return False
-        return not any(map(setting.sides.is_data, mine)) if watched else self.are_the_models(nodes, setting, n)
+        return not any(map(setting.sides.is_data, mine)) if watched else self.are_the_same(nodes, setting)
 
-    def are_the_models(self, nodes: Sequence[Node], setting: Setting, n: int | None = None) -> bool:
-        """Whether what they have saved is the model's own, or cannot have n samples, if their number is given."""
+    def are_the_same(self, nodes: Sequence[Node], setting: Setting) -> bool:
+        """Whether what they have saved is what it was: parameters, or the very tensors, with the same numbers."""
         if not self.places:
             return True
-        own = setting.own_memory
-        saved = (tensor for place in self.places for tensor in numbers_saved_by(nodes[place]))
-        others = [tensor for tensor in saved if memory_number(tensor) not in own]
-        return not others or (n is not None and not any(may_have_samples(tensor, n) for tensor in others))
+        trusted, known = setting.trusted_memory, {each.cdata: v for each, v in self.known if not each.expired()}
+        return all(
+            (number := memory_number(tensor)) in trusted or known.get(number) == _version(tensor)
+            for place in self.places
+            for tensor in numbers_saved_by(nodes[place])
+        )
+
+    def are_the_models(self, nodes: Sequence[Node], setting: Setting) -> bool:
+        """Whether what they have saved is the model's own: then it may be the same the next time."""
+        own = setting.own_memory if self.places else ()
+        return all(memory_number(t) in own for place in self.places for t in numbers_saved_by(nodes[place]))
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else version_of(tensor)
 
 
 def constants_among(nodes: Sequence[Node], places: Collection[int]) -> Constants:
     """Those of these nodes that have saved numbers which were not computed with gradients."""
-    return Constants(frozenset(place for place in places if any(True for _ in numbers_saved_by(nodes[place]))))
+    found = {place: held for place in places if (held := list(numbers_saved_by(nodes[place])))}
+    known = {memory_number(tensor): tensor for held in found.values() for tensor in held}
+    refs = [(StorageWeakRef(tensor.untyped_storage()), _version(tensor)) for tensor in known.values()]
+    return Constants(frozenset(found), tuple(refs))
 
 
 @dataclass(frozen=True)

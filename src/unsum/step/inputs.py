@@ -63,9 +63,9 @@ class Inputs:
         first that has them (`like`), only to be compared with."""
         is_clear = tensor.shape == like or sum(size == way.n for size in tensor.shape) == 1
         if is_clear:
-            self.rows.remember(tensor, owners, call, reading)
+            self.rows.remember(tensor, owners, way.n, call, reading)
         else:
-            self._unclear.remember(tensor, owners, call)
+            self._unclear.remember(tensor, owners, way.n, call)
 
     def refuse_lists(self, calls: Collection[int], n: int, known: Collection[Edge], in_lists: set[Edge]) -> None:
         """Raise where the samples of these calls may be the items of a list, and not the rows of each item."""

@@ -70,7 +70,7 @@ class Planner:
         forward.inputs.rows.asked = made
         key = self._key(call, seen, known, n)
         structure = recall(self._model, key) if setting.rules and n else None
-        if structure is not None and not self._are_constant(structure, seen, n, made):
+        if structure is not None and not self._are_constant(structure, seen, made):
             forget_structure(self._model, key)  # nor may it be had again, with what is now data
             structure = None
         if structure is not None and not (structure.is_blind and forward.watching.saw(made)):
@@ -99,12 +99,13 @@ class Planner:
         self._told(key if plan.lasting else None, made, judged)
         return Planned(plan, nodes, calls, is_checked=True, unproven=key if is_new else None)
 
-    def _are_constant(self, structure: Structure, seen: Survey, n: int, made: frozenset[int]) -> bool:
-        """Whether what belonged to nobody when a structure was learnt does so now."""
+    def _are_constant(self, structure: Structure, seen: Survey, made: frozenset[int]) -> bool:
+        """Whether what belonged to nobody when a structure was learnt does so now. Where it changes, such calls are
+        watched from now on."""
         nodes, constants = structure.plan.in_order(seen.nodes), structure.judged.constants
         watched = self._forward.watching.saw(made)
-        held = constants.hold(nodes, self._setting, n, watched=watched)
-        if not held:
+        held = constants.hold(nodes, self._setting, watched=watched)
+        if not held or (watched and not constants.are_the_same(nodes, self._setting)):
             self._forward.watching.always(made)
         return held
 
