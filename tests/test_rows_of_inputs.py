@@ -44,7 +44,7 @@ def test_owners_of_views_by_where_they_lie():
             )
             view, owners = change(view), change(owners)
         rows = Rows()
-        rows.remember(x, layout, 0)
+        rows.remember(x, layout, layout.n, 0)
         (place,) = next(iter(rows._places.values()))
         torch.testing.assert_close(place.owners_of(view).long(), owners.long())
 

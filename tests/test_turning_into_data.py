@@ -182,6 +182,7 @@ WRITTEN = {
     "a buffer that is written to": lambda m, x: m.memory.copy_(x * 2),
     "a part of it": lambda m, x: m.memory.__setitem__(slice(0, 2), x[:2] * 2),
     "its memory": lambda m, x: setattr(m.memory, "data", x * 2),
+    "its memory, unseen": lambda m, x: m.memory.set_(x.clone()),
 }
 
 

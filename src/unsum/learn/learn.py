@@ -167,14 +167,14 @@ def _cut(
     """The cut, at the outputs of the model or at what the user has marked. Where these do not lie on the loss's way, or
     a parameter meets data beyond them: as far up as samples can be followed, from them and from the rows of inputs."""
     # Where the user has marked the losses, what is beside them is nobody's: a penalty with tensors of its own.
-    is_data = (lambda node: False) if marked else setting.is_data
+    is_data = lambda node: not marked and (setting.is_data(node) or setting.rows.are_saved_by(node))
     cut, was_known = find_cut(roots, known, is_data), bool(known)
     lists = any(map(setting.may_be_one, cut.starts))
     if not marked and n > 1 and (len(cut.starts) > 1 or lists) and setting.rows:  # sizes may coincide: rows say it
         wrong = [edge for edge, owners in cut.starts.items() if contradicts(cut, edge, owners, n, setting)]
         if 0 < len(wrong) < len(cut.starts) or (wrong and all(map(setting.may_be_one, wrong))):
             known = {edge: owners for edge, owners in known.items() if edge not in wrong}
-            cut = find_cut(roots, known, setting.is_data)
+            cut = find_cut(roots, known, is_data)
     is_weight = lambda node: marked or setting.is_weight(node) or setting.sides.is_shared(node)
     met = parameters_met_outside(cut, setting.names, is_weight)
     if cut.starts and not met:
@@ -182,7 +182,7 @@ def _cut(
     if not marked:
         told = climb(nodes, setting.seeds(nodes), n)
         known = climb(nodes, {**known, **told}, n)
-        cut = find_cut(roots, known, setting.is_data)
+        cut = find_cut(roots, known, is_data)
         met = parameters_met_outside(cut, setting.names, setting.is_weight)
     if not cut.starts:
         raise unknown_samples(setting.mismatch())
