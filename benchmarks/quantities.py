@@ -88,7 +88,7 @@ MODELS: dict[str, dict[str, tuple[Callable[[], Any], tuple[str, ...]]]] = {
         "GPT-2 small shape B=16 T=1024": (gpt(16, length=1024, **SMALL), ALL),
         "GPT L=8 d=2048 B=8 T=2048": (gpt(8, length=2048, **LARGE), ALL),
         "GPT-2 small shape, tied": (gpt(16, length=1024, tied=True, **SMALL), ("norms", *CLIPPED)),
-        "launch-bound: GPT-2 small shape B=8 T=128": (gpt(8, length=128, **SMALL), ("norms",)),
+        "launch-bound: GPT-2 small shape B=8 T=128": (gpt(8, length=128, **SMALL), ALL),
         "ResNet-50 224×224 B=64, channels last, eval": (resnet(64, 224), ("norms", *CLIPPED)),
         "experts: Mixtral-like, 8 of d=1024, 4 layers, B=8 T=512": (experts(8, 512, 1024, 4), ("norms",)),
     },

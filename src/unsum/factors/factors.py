@@ -19,6 +19,7 @@ from unsum.factors.outer import Outer
 from unsum.factors.routed import Routed
 from unsum.factors.total import Kind
 from unsum.factors.windows import Windows
+from unsum.kernels.constants import constant
 from unsum.kernels.product import rows, wide
 from unsum.seams.tensors import version_of
 
@@ -278,7 +279,7 @@ def projection(
     generator = torch.Generator().manual_seed((zlib.crc32(name.encode()) << 16) + seed)
     left = torch.randn(k, rows, generator=generator, dtype=torch.float32) / k**0.5
     right = torch.randn(columns, k, generator=generator, dtype=torch.float32) / k**0.5
-    return left.to(device), right.to(device)
+    return constant(left.to(device)), constant(right.to(device))
 
 
 def _padded(tensors: list[Tensor]) -> list[Tensor]:

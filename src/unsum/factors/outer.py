@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unsum.factors.dense import Dense
 from unsum.kernels import fused, product
+from unsum.kernels.constants import constant
 from unsum.kernels.product import Way, wide
 from unsum.kernels.traced import is_traced
 
@@ -174,7 +175,7 @@ def _like(matrix: Tensor, other: Tensor) -> Tensor:
 
 @lru_cache(maxsize=512)
 def _cast(matrix: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return matrix.to(device, dtype)
+    return constant(matrix.to(device, dtype))
 
 
 def _two_sided(values: Tensor, left: Tensor, right: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unsum.kernels import recorded
 from unsum.kernels.traced import is_traced
 from unsum.seams.operators import current_stream, launcher
 
@@ -38,6 +39,19 @@ def launch(
     if is_traced(tensors[0]):  # the compiler launches it as its own
         torch.library.wrap_triton(kernel)[grid](*tensors, *numbers, **constants, num_warps=warps, **options)
         return
+    tape = recorded.tape()
+    if tape is not None:
+        with recorded.unwritten():
+            tape.launched(_launch(kernel, grid, tensors, numbers, constants, warps, options), tensors)
+        return
+    _launch(kernel, grid, tensors, numbers, constants, warps, options)
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, int, int], tensors: Sequence[Tensor], numbers: tuple[int, ...],
+    constants: dict[str, int], warps: int, options: dict[str, int],
+) -> Any:  # fmt: skip
+    """Returns what does so again, with other tensors like these."""
     key = None
     index = tensors[0].device.index
     if again and tensors[0].is_cuda and index == torch.cuda.current_device():
@@ -48,12 +62,14 @@ def launch(
             ready = _compiled.get(key)
             if ready is not None:
                 ready(*tensors)
-                return
+                return ready
     made = kernel[grid](*tensors, *numbers, **constants, num_warps=warps, **options)
     if key is not None and hasattr(made, "launch_metadata"):
         if len(_compiled) >= _KEPT:
             _compiled.clear()
         _compiled[key] = _by_itself(made, grid, (*numbers, *constants.values()), index)
+        return _compiled[key]
+    return lambda *given: kernel[grid](*given, *numbers, **constants, num_warps=warps, **options)
 
 
 def _by_itself(made: Any, grid: tuple[int, int, int], rest: tuple[Any, ...], index: int) -> Any:
@@ -62,7 +78,8 @@ def _by_itself(made: Any, grid: tuple[int, int, int], rest: tuple[Any, ...], ind
     stream = current_stream
     x, y, z = grid
 
-    def start(*tensors: Tensor) -> None:
+    def start(*tensors: Tensor | int) -> None:
         run(x, y, z, stream(index), function, metadata, None, None, None, *tensors, *rest)
 
+    start.takes_addresses = True
     return start

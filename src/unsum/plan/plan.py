@@ -78,6 +78,8 @@ class Plan:
     is_dynamic: bool = False  # whether whose some rows are is another matter in every batch
     tried: set[Hashable] = field(default_factory=set)  # the first of each team, once it was compared with itself alone
     grouped: dict[Hashable, Any] = field(default_factory=dict)  # by device: the teams whose norms come from one launch
+    recordings: dict[Hashable, dict[Any, Any]] = field(default_factory=dict)  # of meetings, by what is wanted
+    uses: list[None] = field(default_factory=list)  # an entry for each of the first backwards that went by it
     owners: Sequence[Owners | None] = ()  # of all nodes, where some rows are another matter in every batch
     order: tuple[int, ...] = ()  # which of the nodes of a survey is at each place
 

@@ -161,6 +161,8 @@ def derived(
         sizes={},
         has_doubts=has_doubts(owned),
         grouped={},
+        recordings={},
+        uses=[],
         owners=found if judged.moved and judged.trail is not None else (),
     )
 

@@ -28,7 +28,7 @@ class Project(Reading):
     """
 
     _adds = True
-    power, by_position = 1, False
+    power, by_position, by_name = 1, False, True
 
     def __init__(self, k: int = 16, seed: int = 0) -> None:
         if not isinstance(k, int) or k < 1:

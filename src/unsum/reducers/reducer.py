@@ -147,6 +147,7 @@ class Reading(Reduction, ABC):
     """
 
     power: int  # of what multiplies every gradient, in what is read
+    by_name = False  # whether what is read of factors depends on the parameter's name
 
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""

@@ -1,14 +1,22 @@
-"""Stand-ins for tensors while torch compiles, and how a kernel is launched."""
+"""Operators below autograd: their schemas, stand-ins for tensors while torch compiles, and how a kernel is launched."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+
+__all__ = ["OpOverload", "TorchDispatchMode", "current_stream", "is_stand_in", "launcher", "schema_of", "without_modes"]
+
+schema_of: Callable[[Any], Any] = attrgetter("_schema")  # name and arguments of an operator
 
 
 def is_stand_in(tensor: Tensor) -> bool:

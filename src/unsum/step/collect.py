@@ -4,24 +4,22 @@ gradients that torch was spared are put where they belong."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unsum.errors import OptionError, SamplesError
-from unsum.factors.dense import Dense
 from unsum.factors.factors import Factors, Share
 from unsum.factors.layers import Layers
 from unsum.factors.outer import Outer
-from unsum.factors.scale import Scale
 from unsum.factors.total import Kind
 from unsum.graph.nodes import Node
 from unsum.plan.plan import Meeting, Plan, Route
 from unsum.reducers import SQ_NORMS, Reducer
-from unsum.step.lanes import SMALL, Lanes, Waiting
+from unsum.step.lanes import Lanes, Waiting, small
 from unsum.step.launches import served
+from unsum.step.recordings import Digests
 from unsum.step.unchanged import Held, refuse_changed, versions
 
 
@@ -79,6 +77,23 @@ class Collector:
         self._lanes.append(lanes)
         return lanes if lanes.waits else None
 
+    def digests(self, plan: Plan, nodes: Sequence[Node]) -> Digests | None:
+        """What takes meetings by recordings, where numbers are read and nothing is held. Not when sizes are new: they
+        may never come again."""
+        if len(plan.uses) < 2:
+            plan.uses.append(None)
+        readers: Sequence[Any] = self._reducers
+        if not self._wants or not plan.lasting or len(plan.uses) == 1 or not all(hasattr(r, "read") for r in readers):
+            return None
+
+        def put(route: Route, name: str, values: Sequence[Tensor]) -> None:
+            self._arrived([route])
+            for reducer, value in zip(readers, values, strict=False):  # none of what waits
+                reducer.receive((name,), value if self._scale is None else value * self._scale**reducer.power)
+
+        parameters = {name: self._wanted[key] for key, name in self._names.items()}
+        return Digests(plan, nodes, parameters, readers, self._skipped, self._waiting, put, self._deliver)
+
     def take_squares(self, routes: Sequence[Route], squares: Tensor) -> None:
         """(layers, n): the squared norms of the parameters at the ends of these ways."""
         norms: Any = self._reducers[0]
@@ -130,7 +145,7 @@ class Collector:
         if key in self._alone:
             self._done.add(key)
             self.meetings[key] = meetings
-            if self._waiting is not None and (values := _small(kind)) is not None:
+            if self._waiting is not None and (values := small(kind)) is not None:
                 self._waiting.add(self._names[key], self._wanted[key], values)
             elif self._wants == (SQ_NORMS,):
                 self._norms_of(key, kind)
@@ -233,14 +248,3 @@ class Collector:
         for other in self._reducers:
             if not hasattr(other, "forms"):
                 other.take(name, factors)
-
-
-def _small(kind: Kind) -> Tensor | None:
-    """(n, *shape): gradients that are small; None of others."""
-    if isinstance(kind, Scale):
-        device = kind.delta.device.type
-    elif isinstance(kind, Dense):
-        device = kind.values.device.type
-    else:
-        return None
-    return kind.per_sample() if kind.n * prod(kind.shape) <= SMALL.get(device, 0) else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from unsum.errors import UnsupportedError
 from unsum.factors.dense import Dense
 from unsum.factors.layers import Layers
+from unsum.factors.scale import Scale
 from unsum.factors.total import Kind
 from unsum.graph.layout import Regular
 from unsum.graph.nodes import Node
@@ -215,6 +217,17 @@ class Waiting:
             values = [value for _, _, value in group]
             kind = Dense(values[0] if len(values) == 1 else torch.cat(values))
             self._take(Layers([name for name, _, _ in group], group[0][1], kind, self._n, self._scale))
+
+
+def small(kind: Kind) -> Tensor | None:
+    """(n, *shape): gradients that are small; None of others."""
+    if isinstance(kind, Scale):
+        device = kind.delta.device.type
+    elif isinstance(kind, Dense):
+        device = kind.values.device.type
+    else:
+        return None
+    return kind.per_sample() if kind.n * prod(kind.shape) <= SMALL.get(device, 0) else None
 
 
 def _made(route: Route, stacked: Call, layers: int) -> Kind:

@@ -34,6 +34,7 @@ from unsum.rules.follow import cast, finished, follow
 from unsum.rules.registry import Call
 from unsum.seams.nodes import outputs_of
 from unsum.step.lanes import Lanes
+from unsum.step.recordings import Digests
 
 SHARED = -1  # the stream of what belongs to nobody
 
@@ -61,6 +62,10 @@ class Listener(Protocol):
         """Where meetings of this graph wait for others, if any does."""
         ...
 
+    def digests(self, plan: Plan, nodes: Sequence[Node]) -> Digests | None:
+        """What takes meetings by recordings, if numbers are all that is wanted."""
+        ...
+
 
 class Run:
     """Waits at the nodes of a plan while one backward runs."""
@@ -78,6 +83,7 @@ class Run:
         self._largest = 0.0  # gradient so far, where some positions were not seen: beside it, others are rounding
         self._doubts = plan.has_doubts
         self._lanes: Lanes | None = None
+        self._digests: Digests | None = None
 
     def attach(self) -> None:
         """Wait at the nodes that matter."""
@@ -85,6 +91,7 @@ class Run:
             self._handles.append(seams.on_node(node, lambda grads: seams.watch(self._setting.sides)))
             self._handles.append(seams.after_node(node, lambda results, grads: seams.unwatch(self._setting.sides)))
         self._lanes = None if self._doubts else self._to.lanes(self.plan, self._nodes)
+        self._digests = None if self._doubts else self._to.digests(self.plan, self._nodes)
         waits: Container[int] = () if self._lanes is None else self._lanes.waits
         ruled: Container[int] = () if self._doubts else self.plan.ruled
         wait, rule, own = self._waiting, self._ruled, self._owned  # one of each, not one for each node
@@ -108,7 +115,7 @@ class Run:
                 self._to.meet(parameter, origins, Dense(values))
         for kept in (self._streams, self._origins, self._formed):
             kept.clear()
-        self._lanes = None
+        self._lanes = self._digests = None
 
     def _is_wanted(self, child: Node) -> bool:
         return id(child.variable) in self._setting.wanted if is_leaf(child) else child in self._mixed
@@ -127,6 +134,8 @@ class Run:
         delta = grads[0]
         if delta is None or not delta.numel() or any([grad is not None for grad in grads[1:]]):  # noqa: C419
             self._owned(place, grads)
+            return
+        if self._digests is not None and self._digests.take(place, delta):
             return
         node, memo, meet = self._nodes[place], {}, self._to.meet  # type: ignore[var-annotated]
         for route in self.plan.ruled[place]:

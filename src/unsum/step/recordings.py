@@ -1,0 +1,276 @@
+"""Meetings that are reduced by recordings. Which rule speaks, which kernel serves and which way is cheapest is the same
+in every step; what a meeting calls is written down once and then called again, with nothing decided anew.
+
+The first meeting of a kind runs as always, the second is written down, the third runs both ways and is compared, number
+by number; from the fourth on the recording runs alone. Where it does not fit (other strides, an address that is not
+aligned), the meeting runs as always."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unsum.factors.factors import Factors, Share
+from unsum.factors.outer import Outer
+from unsum.graph.layout import Layout, Mapped, Regular
+from unsum.graph.nodes import Node
+from unsum.kernels import fused, recorded
+from unsum.plan.plan import Plan, Route
+from unsum.plan.signature import plain
+from unsum.reducers import SQ_NORMS, Reading
+from unsum.rules.follow import finished
+from unsum.rules.registry import Call
+from unsum.step.lanes import Waiting, small
+
+log = logging.getLogger("unsum")
+
+PARTS = 1 << 20  # numbers, up to which parts of squared norms are left to be added up at the end
+TRIES = 3  # recordings of one place, if strides differ from batch to batch
+
+
+@dataclass(eq=False, slots=True)
+class Recording:
+    """What is known of the meetings of one kind."""
+
+    stage: int = 0  # 0 never run, 1 run once, 2 written down, 3 compared; -1 not to be had
+    program: recorded.Program | None = None
+    read: Callable[[Node], Any] | None = None  # the saved tensors that it needs
+    reads: int = 0
+    maps: bool = False  # whether it needs whose the rows are, which differs from batch to batch
+    pooled: tuple[bool, ...] = ()  # of each parameter: whether what comes are gradients that wait for others
+    squares: tuple[bool, ...] = ()  # of each tensor that comes: whether it is squared norms
+    misses: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Place:
+    """A meeting: what is known of it, and whom it serves."""
+
+    known: Recording
+    wanted: list[tuple[Route, str, bool]]  # the ways to parameters, their names, whether the sum is wanted as well
+
+
+class Digests:
+    """The meetings of one backward that recordings serve. `put` gets a parameter's name and what its reducers read of
+    it; `deliver` parameters and sums over samples."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        nodes: Sequence[Node],
+        parameters: Mapping[str, nn.Parameter],
+        reducers: Sequence[Reading],
+        skipped: frozenset[str],
+        waiting: Waiting | None,
+        put: Callable[[Route, str, Sequence[Tensor]], None],
+        deliver: Callable[[Sequence[nn.Parameter], Sequence[Tensor]], None],
+    ) -> None:
+        self._plan, self._nodes, self._parameters = plan, nodes, parameters
+        self._reducers, self._skipped, self._waiting = reducers, skipped, waiting
+        self._squared = [reducer.wants for reducer in reducers] == [SQ_NORMS]
+        self._put, self._deliver = put, deliver
+        forms = tuple([reducer.wants for reducer in reducers])
+        config = (waiting is None, forms, fused.is_installed(), skipped)
+        self._by_name = any(reducer.by_name for reducer in reducers)
+        self._places: dict[Any, Any] = plan.recordings.setdefault(config, {})
+
+    def take(self, at: int, delta: Tensor) -> bool:
+        """Whether this meeting is done; False if it is to run as always."""
+        place = self._places.get(at)
+        if place is None:
+            place = self._find(at, delta)
+        known = place.known
+        if known.stage != 3:
+            return self._prepare(place, at, delta)
+        found = self._run(known, at, delta)
+        if found is None:
+            return self._missed(place, at, delta)
+        self._hand(place, found)
+        return True
+
+    def _run(self, known: Recording, at: int, delta: Tensor) -> tuple[Tensor, ...] | None:
+        assert known.program is not None
+        if known.read is None:
+            return known.program(delta)
+        saved = known.read(self._nodes[at])
+        if known.maps:
+            return known.program(delta, *self._maps(at), *((saved,) if known.reads == 1 else saved))
+        return known.program(delta, saved) if known.reads == 1 else known.program(delta, *saved)
+
+    def _maps(self, at: int) -> list[Tensor]:
+        """Whose the rows are, where that is no regular layout."""
+        layout = self._plan.ruled[at][0].by.layout
+        return [] if not isinstance(layout, Mapped) or layout.held is None else [layout.map, layout.held]
+
+    def _missed(self, place: Place, at: int, delta: Tensor) -> bool:
+        """It is not as the one that was written down; perhaps as another one."""
+        other = self._alike(place, at, delta)
+        if other is place.known or other.misses:
+            other = Recording(misses=place.known.misses + 1)
+            other.stage = 0 if other.misses < TRIES else -1
+        place.known = other
+        return False
+
+    # ---- becoming one ---------------------------------------------------------------------------------------------
+
+    def _find(self, at: int, delta: Tensor) -> Place:
+        """With what is known of all meetings alike."""
+        wanted = self._wanted(at)
+        if not all(name in self._plan.alone for _, name, _ in wanted) or delta.is_complex():
+            place = self._places[at] = Place(Recording(stage=-1), wanted)
+            return place
+        place = self._places[at] = Place(Recording(), wanted)
+        place.known = self._alike(place, at, delta)
+        return place
+
+    def _wanted(self, at: int) -> list[tuple[Route, str, bool]]:
+        routes = [route for route in self._plan.ruled[at] if route.parameter in self._parameters]
+        return [(route, str(route.parameter), route.parameter in self._skipped) for route in routes]
+
+    def _alike(self, place: Place, at: int, delta: Tensor) -> Recording:
+        """What is known of all meetings like this one."""
+        key: Hashable = (
+            plain(self._nodes[at]), delta.stride(), delta.dtype, delta.device,
+            tuple([self._key(*each) for each in place.wanted]),
+        )  # fmt: skip
+        return self._places.setdefault(key, Recording())  # type: ignore[no-any-return]
+
+    def _key(self, route: Route, name: str, wants_sum: bool) -> Hashable:
+        parameter = self._parameters[name]
+        return (
+            route.rule.name, route.edge, route.shape, route.turned, _as_key(route.by.layout), route.by.n, route.by.lead,
+            parameter.shape, parameter.dtype, wants_sum, name if self._by_name else None,
+        )  # fmt: skip
+
+    def _prepare(self, place: Place, at: int, delta: Tensor) -> bool:
+        known = place.known
+        if known.stage < 0:
+            return False
+        if known.stage == 0:
+            known.stage = 1
+            return False
+        place.wanted = self._wanted(at)
+        if known.stage == 1:
+            return self._record(place, at, delta)
+        found = self._run(known, at, delta)
+        if found is None:
+            return self._missed(place, at, delta)
+        wanted = self._digest(place, self._nodes[at], delta)
+        if all(map(_is_as, found, wanted, known.squares)):
+            known.stage = 3
+        else:
+            known.stage = -1
+            log.info("unsum: %s is not recorded: it did not give the same twice", self._nodes[at].name())
+        self._hand(place, wanted)
+        return True
+
+    def _record(self, place: Place, at: int, delta: Tensor) -> bool:
+        known = place.known
+        known.stage = -1
+        node = _Noting(self._nodes[at])
+        try:
+            with recorded.Tape([delta, *self._maps(at)]) as tape:
+                node.tape = tape
+                found = self._digest(place, node, delta)
+        except Exception as error:  # whatever it is, the usual way will say it
+            log.info("unsum: %s is not recorded: %s", self._nodes[at].name(), error)
+            return False
+        parts = [_unsummed(tape, each) if sq else each for each, sq in zip(found, known.squares, strict=True)]
+        known.program, names = recorded.record(tape, parts), list(node.found)
+        if known.program is not None:
+            known.stage, known.reads, known.maps = 2, len(names), bool(self._maps(at))
+            known.read = attrgetter(*names) if names else None
+        self._hand(place, found)
+        return True
+
+    def _digest(self, place: Place, node: Any, delta: Tensor) -> list[Tensor]:
+        """What is wanted of every parameter of a meeting, one after the other."""
+        memo: dict[Any, Any] = {}
+        found: list[Tensor] = []
+        pooled: list[bool] = []
+        squares: list[bool] = []
+        for route, name, wants_sum in place.wanted:
+            parameter = self._parameters[name]
+            by = replace(route.by)  # without what was found out of it before
+            kind = route.rule.make(Call(node, delta, by, route.shape, False, memo, is_kept=False))
+            if kind is None:
+                raise recorded.NotRecordable("a rule that does not hold")
+            kind = finished(kind, parameter, turned=route.turned)
+            formed = None if self._waiting is None else small(kind)
+            pooled.append(formed is not None)
+            if formed is not None:
+                found.append(formed)
+                squares.append(False)
+            elif not self._squared:
+                factors = Factors(name, parameter, [Share(self._plan.n, [kind])], is_over=False)
+                sums = [factors.norms_and_sum()[1]] if wants_sum else []
+                found += [*[reducer.read(factors) for reducer in self._reducers], *sums]
+                squares += [False] * (len(found) - len(squares))
+            elif wants_sum:
+                found += kind.norms_and_sum(in_parts=True) if isinstance(kind, Outer) else kind.norms_and_sum()
+                squares += [True, False]
+            else:
+                found.append(kind.sq_norms())
+                squares.append(True)
+        place.known.pooled, place.known.squares = tuple(pooled), tuple(squares)
+        return found
+
+    def _hand(self, place: Place, found: Sequence[Tensor]) -> None:
+        """To whom it belongs."""
+        at, count = 0, len(self._reducers)
+        for (route, name, wants_sum), pooled in zip(place.wanted, place.known.pooled, strict=True):
+            if pooled:
+                self._put(route, name, ())
+                assert self._waiting is not None
+                self._waiting.add(name, self._parameters[name], found[at])
+                at += 1
+                continue
+            self._put(route, name, found[at : at + count])
+            at += count
+            if wants_sum:
+                self._deliver((self._parameters[name],), (found[at],))
+                at += 1
+
+
+def _unsummed(tape: recorded.Tape, found: Tensor) -> Tensor:
+    """Squared norms that were added up from parts at last, as these parts: they are added up when all are there."""
+    if found.dim() != 1 or found.dtype != torch.float32:
+        return found
+    parts = tape.summed_from(found)
+    return found if parts is None or parts.dtype != found.dtype or parts.numel() > PARTS else parts
+
+
+def _is_as(found: Tensor, wanted: Tensor, is_squares: bool) -> bool:
+    return recorded.is_same(found.sum(0) if is_squares and found.dim() > wanted.dim() else found, wanted)
+
+
+def _as_key(layout: Layout) -> Hashable:
+    return layout if isinstance(layout, Regular) else (layout.shape, layout.behind)
+
+
+class _Noting:
+    """A node that notes which of its saved tensors are read."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self.found: dict[str, Tensor] = {}
+        self.tape: recorded.Tape | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.found:
+            return self.found[name]
+        with recorded.unwritten():
+            value = getattr(self._node, name)
+        if isinstance(value, Tensor):
+            assert self.tape is not None
+            self.found[name] = value
+            self.tape.given.append(value)
+        elif isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value):
+            raise recorded.NotRecordable(f"{name} is several tensors")
+        return value
