@@ -6,9 +6,9 @@ import contextlib
 import pytest
 import torch
 from reference import per_sample_gradients
-from torch import nn
 
 import unsum
+from lane_nets import Pictures, Words, batch, loss, stages, step
 from unsum.errors import OptionError, SamplesError, UnsupportedError
 from unsum.reducers import Reading
 from unsum.step import lanes
@@ -16,62 +16,20 @@ from unsum.step import lanes
 # ---- meetings -------------------------------------------------------------------------------------------------------
 
 
-class Words(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table, self.twice = nn.Embedding(11, 8), nn.LayerNorm(8)
-        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(6))
-        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=k % 2 == 0) for k in range(6))
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x):
-        x = self.twice(self.table(x))
-        for layer, norm in zip(self.layers, self.norms, strict=True):
-            x = x + torch.tanh(layer(norm(x)))
-        return self.head(self.twice(x))
-
-
-class Pictures(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1, groups=1 + k % 2) for k in range(6))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(6))
-        self.group, self.head = nn.GroupNorm(2, 4), nn.Linear(4, 3)
-
-    def forward(self, x):
-        for layer, norm in zip(self.layers, self.norms, strict=True):
-            x = x + torch.relu(norm(layer(x)))
-        return self.head(self.group(x).mean((2, 3)))
-
-
-def batch(kind):
-    return torch.randint(11, (3, 7)) if kind is Words else torch.randn(3, 4, 6, 5)
-
-
-def loss(model, x):
-    return model(x).square().flatten(1).sum(1)
-
-
-def step(model, x, *reducers, **options):
-    model.zero_grad()
-    with unsum.gradients(model, *reducers, **options) as g:
-        loss(model, x).sum().backward()
-    return g
-
-
 @pytest.fixture(params=["alone", "stacked"], autouse=True)
 def lane(request, monkeypatch):
     """Every meeting by itself, or with others of its shape."""
     if request.param == "alone":
         monkeypatch.setattr(lanes, "SMALL", {"cpu": 40, "cuda": 40})
+    return request.param
 
 
 @pytest.mark.parametrize("kind", [Words, Pictures])
 @pytest.mark.parametrize("grad", [True, False])
-def test_norms_and_projections_of_every_batch_are_those_of_plain_autograd(kind, grad):
+def test_norms_and_projections_of_every_batch_are_those_of_plain_autograd(kind, grad, lane):
     torch.manual_seed(0)
     model = kind().double().eval()
-    for _ in range(4):
+    for _ in range(7):
         x = batch(kind) if kind is Words else batch(kind).double()
         each = per_sample_gradients(model, lambda m, x: loss(m, x).sum(), x)
         norms = step(model, x, unsum.Norms(), grad=grad)[unsum.Norms].by_parameter()
@@ -83,9 +41,11 @@ def test_norms_and_projections_of_every_batch_are_those_of_plain_autograd(kind, 
             torch.testing.assert_close(projected[name], kept[name].project(3), rtol=1e-10, atol=1e-12)
             if grad:
                 torch.testing.assert_close(sums[name], values.sum(0), rtol=1e-10, atol=1e-12)
+    if lane == "alone":  # by recordings at last
+        assert stages(model).count(3) > 0.7 * len(stages(model))
 
 
-def test_token_norms_of_every_batch_are_those_of_kept_factors():
+def test_token_norms_of_every_batch_are_those_of_kept_factors(lane):
     torch.manual_seed(0)
     model = Words().double()
     for _ in range(6):
@@ -96,9 +56,10 @@ def test_token_norms_of_every_batch_are_those_of_kept_factors():
         assert sorted(tokens[unsum.TokenNorms].left_out) == ["twice.bias", "twice.weight"]
         torch.testing.assert_close(tokens[unsum.TokenNorms].sq_norms(), wanted, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(tokens[unsum.Norms].sq_norms(), kept.sq_norms(), rtol=1e-10, atol=1e-12)
+    assert lane != "alone" or 3 in stages(model)
 
 
-def test_other_strides_in_a_later_batch():
+def test_other_strides_in_a_later_batch(lane):
     torch.manual_seed(0)
     model = Pictures().double().eval()
     for k in range(12):
@@ -106,6 +67,7 @@ def test_other_strides_in_a_later_batch():
         x = x.to(memory_format=torch.channels_last) if k % 4 == 3 else x
         norms = step(model, x, unsum.Norms())[unsum.Norms].sq_norms()
         torch.testing.assert_close(norms, step(model, x).sq_norms(), rtol=1e-10, atol=1e-12)
+    assert lane != "alone" or 3 in stages(model)
 
 
 def test_a_parameter_that_is_listened_to_from_some_batch_on():

@@ -5,14 +5,12 @@ import contextlib
 
 import pytest
 import torch
-from reference import per_sample_gradients
-from torch import nn
 from torch.nn import functional as F
 
 import unsum
+from lane_nets import Words, batch, loss, stages, step
 from unsum.errors import SamplesError
 from unsum.kernels import constants, recorded
-from unsum.plan.memory import plans
 from unsum.step import lanes
 from unsum.step.recordings import Digests
 
@@ -106,136 +104,10 @@ def test_kernels_are_launched_again():
 # ---- meetings -------------------------------------------------------------------------------------------------------
 
 
-class Words(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table, self.twice = nn.Embedding(11, 8), nn.LayerNorm(8)
-        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(6))
-        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=k % 2 == 0) for k in range(6))
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x):
-        x = self.twice(self.table(x))
-        for layer, norm in zip(self.layers, self.norms, strict=True):
-            x = x + torch.tanh(layer(norm(x)))
-        return self.head(self.twice(x))
-
-
-class Pictures(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1, groups=1 + k % 2) for k in range(6))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(6))
-        self.group, self.head = nn.GroupNorm(2, 4), nn.Linear(4, 3)
-
-    def forward(self, x):
-        for layer, norm in zip(self.layers, self.norms, strict=True):
-            x = x + torch.relu(norm(layer(x)))
-        return self.head(self.group(x).mean((2, 3)))
-
-
-def batch(kind):
-    return torch.randint(11, (3, 7)) if kind is Words else torch.randn(3, 4, 6, 5)
-
-
-def loss(model, x):
-    return model(x).square().flatten(1).sum(1)
-
-
-def step(model, x, *reducers, **options):
-    model.zero_grad()
-    with unsum.gradients(model, *reducers, **options) as g:
-        loss(model, x).sum().backward()
-    return g
-
-
-def stages(model):
-    """How far the meetings have come."""
-    places = [place for plan in plans(model) for found in plan.recordings.values() for place in found.values()]
-    return [place.known.stage for place in places if hasattr(place, "known")]
-
-
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
     """Layers do not wait for others of their shape: every meeting is taken by itself."""
     monkeypatch.setattr(lanes, "SMALL", {"cpu": 40, "cuda": 40})
-
-
-@pytest.mark.parametrize("kind", [Words, Pictures])
-@pytest.mark.parametrize("grad", [True, False])
-def test_norms_and_projections_of_every_batch_are_those_of_plain_autograd(kind, grad):
-    torch.manual_seed(0)
-    model = kind().double().eval()
-    for k in range(7):
-        x = batch(kind) if kind is Words else batch(kind).double()
-        each = per_sample_gradients(model, lambda m, x: loss(m, x).sum(), x)
-        norms = step(model, x, unsum.Norms(), grad=grad)[unsum.Norms].by_parameter()
-        sums = {name: p.grad for name, p in model.named_parameters()} if grad else {}
-        projected = step(model, x, unsum.Project(k=3), grad=grad)[unsum.Project].by_parameter()
-        kept = step(model, x)
-        for name, values in each.items():
-            torch.testing.assert_close(norms[name], values.flatten(1).square().sum(1), rtol=1e-10, atol=1e-12)
-            torch.testing.assert_close(projected[name], kept[name].project(3), rtol=1e-10, atol=1e-12)
-            if grad:
-                torch.testing.assert_close(sums[name], values.sum(0), rtol=1e-10, atol=1e-12)
-        if k == 6:
-            assert stages(model).count(3) > 0.7 * len(stages(model))
-
-
-def test_token_norms_of_every_batch_are_those_of_kept_factors():
-    torch.manual_seed(0)
-    model = Words().double()
-    for _ in range(6):
-        x = batch(Words)
-        tokens, kept = step(model, x, unsum.TokenNorms(), unsum.Norms()), step(model, x)
-        once = [name for name, _ in model.named_parameters() if not name.startswith("twice")]
-        wanted = sum(kept[name].token_sq_norms() for name in once)
-        assert sorted(tokens[unsum.TokenNorms].left_out) == ["twice.bias", "twice.weight"]
-        torch.testing.assert_close(tokens[unsum.TokenNorms].sq_norms(), wanted, rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(tokens[unsum.Norms].sq_norms(), kept.sq_norms(), rtol=1e-10, atol=1e-12)
-    assert 3 in stages(model)
-
-
-def test_other_strides_in_a_later_batch():
-    torch.manual_seed(0)
-    model = Pictures().double().eval()
-    for k in range(12):
-        x = batch(Pictures).double()
-        x = x.to(memory_format=torch.channels_last) if k % 4 == 3 else x
-        norms = step(model, x, unsum.Norms())[unsum.Norms].sq_norms()
-        torch.testing.assert_close(norms, step(model, x).sq_norms(), rtol=1e-10, atol=1e-12)
-    assert 3 in stages(model)
-
-
-def test_a_parameter_that_is_listened_to_from_some_batch_on():
-    torch.manual_seed(0)
-    model, heard = Words().double(), []
-    for k in range(8):
-        if k == 5:
-            model.layers[2].weight.register_post_accumulate_grad_hook(lambda p: heard.append(p.grad.clone()))
-        x = batch(Words)
-        step(model, x, unsum.Norms())
-        grads = [p.grad.clone() for p in model.parameters()]
-        model.zero_grad()
-        loss(model, x).sum().backward()
-        for ours, parameter in zip(grads, model.parameters(), strict=True):
-            torch.testing.assert_close(ours, parameter.grad, rtol=1e-10, atol=1e-12)
-    assert heard
-
-
-def test_a_loss_scale_that_changes():
-    torch.manual_seed(0)
-    model = Words().double()
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    x = batch(Words)
-    wanted = step(model, x).sq_norms()
-    for k in range(8):
-        scaler.scale(torch.ones(1))
-        scaler._scale.fill_(2.0**k)
-        model.zero_grad()
-        with unsum.gradients(model, unsum.Norms(), scaler=scaler) as g:
-            scaler.scale(loss(model, x).sum()).backward()
-        torch.testing.assert_close(g[unsum.Norms].sq_norms(), wanted, rtol=1e-10, atol=1e-12)
 
 
 def test_a_recording_that_gives_something_else_is_not_used(monkeypatch):

@@ -43,7 +43,7 @@ class Recording:
     read: Callable[[Node], Any] | None = None  # the saved tensors that it needs
     reads: int = 0
     maps: bool = False  # whether it needs whose the rows are, which differs from batch to batch
-    pooled: tuple[bool, ...] = ()  # of each parameter: whether what comes are gradients that wait for others
+    waits: tuple[bool, ...] = ()  # of each parameter: whether what comes are gradients that wait for others
     squares: tuple[bool, ...] = ()  # of each tensor that comes: whether it is squared norms
     misses: int = 0
 
@@ -109,7 +109,7 @@ class Digests:
         return [] if not isinstance(layout, Mapped) or layout.held is None else [layout.map, layout.held]
 
     def _missed(self, place: Place, at: int, delta: Tensor) -> bool:
-        """It is not as the one that was written down; perhaps as another one."""
+        """The recording does not fit (other strides): look for another, or start one."""
         other = self._alike(place, at, delta)
         if other is place.known or other.misses:
             other = Recording(misses=place.known.misses + 1)
@@ -193,7 +193,7 @@ class Digests:
         """What is wanted of every parameter of a meeting, one after the other."""
         memo: dict[Any, Any] = {}
         found: list[Tensor] = []
-        pooled: list[bool] = []
+        waits: list[bool] = []
         squares: list[bool] = []
         for route, name, wants_sum in place.wanted:
             parameter = self._parameters[name]
@@ -203,7 +203,7 @@ class Digests:
                 raise recorded.NotRecordable("a rule that does not hold")
             kind = finished(kind, parameter, turned=route.turned)
             formed = None if self._waiting is None else small(kind)
-            pooled.append(formed is not None)
+            waits.append(formed is not None)
             if formed is not None:
                 found.append(formed)
                 squares.append(False)
@@ -218,14 +218,14 @@ class Digests:
             else:
                 found.append(kind.sq_norms())
                 squares.append(True)
-        place.known.pooled, place.known.squares = tuple(pooled), tuple(squares)
+        place.known.waits, place.known.squares = tuple(waits), tuple(squares)
         return found
 
     def _hand(self, place: Place, found: Sequence[Tensor]) -> None:
         """To whom it belongs."""
         at, count = 0, len(self._reducers)
-        for (route, name, wants_sum), pooled in zip(place.wanted, place.known.pooled, strict=True):
-            if pooled:
+        for (route, name, wants_sum), waits in zip(place.wanted, place.known.waits, strict=True):
+            if waits:
                 self._put(route, name, ())
                 assert self._waiting is not None
                 self._waiting.add(name, self._parameters[name], found[at])

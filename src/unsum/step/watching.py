@@ -13,7 +13,7 @@ from unsum.plan.memory import Seen
 
 
 class Watching:
-    """Turns the watch on and off, and remembers what calls have led to."""
+    """The watch over the calls of a block: it is turned on and off, and remembers what calls have led to."""
 
     def __init__(self, model: nn.Module, sides: Sides) -> None:
         self._model, self.sides = model, sides
