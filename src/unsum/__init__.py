@@ -19,6 +19,7 @@ from unsum.report import report
 from unsum.samples import dim, packed
 from unsum.sites import sites
 from unsum.verbs import add, clip, clip_norm, noise, remove, replace, reverse, scale, steer, zero
+from unsum.watch import watch
 
 if os.environ.get("UNSUM_LOG"):  # tell what was learnt and decided
     logging.basicConfig()
@@ -55,5 +56,6 @@ __all__ = [
     "sites",
     "steer",
     "testing",
+    "watch",
     "zero",
 ]

@@ -14,6 +14,7 @@ from unsum.flow.flow import Flow
 from unsum.flow.keeping import Keep, Keeping, Reduce
 from unsum.flow.picking import Spot
 from unsum.flow.silence import complain
+from unsum.opened import Opened
 from unsum.seams.checkpoints import Call
 from unsum.sites import Asked, Place, parse
 
@@ -160,7 +161,7 @@ def capture(
     missing: Missing = "error",
     stop: bool = False,
     scaler: Any = None,
-) -> Capture:
+) -> Opened[Captured]:
     """Read what flows at sites of `model` while the block is open (`None`: at tensors named with `unsum.mark`).
 
     Nothing that the model computes is changed: outputs and gradients are bit for bit those of a run without.
@@ -186,4 +187,5 @@ def capture(
         >>> got["0:input"].shape, got["2:grad_output"].shape
         (torch.Size([5, 2]), torch.Size([5, 1]))
     """
-    return Capture(model, sites, Keeping(keep, to, dtype, slice, reduce, scaler), missing, stop)
+    block = Capture(model, sites, Keeping(keep, to, dtype, slice, reduce, scaler), missing, stop)
+    return Opened(block, "unsum.capture", only_with="stop=True leaves a `with`; open it by one" if stop else None)

@@ -19,6 +19,7 @@ from unsum.flow.flow import Flow
 from unsum.flow.keeping import unscaled
 from unsum.flow.picking import Spot
 from unsum.flow.silence import complain
+from unsum.opened import Opened
 from unsum.seams.checkpoints import Call
 from unsum.seams.nodes import Function
 from unsum.seams.scaler import current_scale
@@ -234,7 +235,7 @@ def edit(
     *,
     missing: Missing = "error",
     scaler: Any = None,
-) -> Edit:
+) -> Opened[Edit]:
     """Change what flows at sites of `model` while the block is open (`None`: at tensors named with `unsum.mark`).
 
     Gradients follow the edited values. An edited output may be differentiated after the block, but not inside a
@@ -254,4 +255,4 @@ def edit(
         ...     print(model(torch.ones(1, 2)))
         tensor([[5., 5., 5.]], grad_fn=<ReluBackward0>)
     """
-    return Edit(model, edits, missing, scaler)
+    return Opened(Edit(model, edits, missing, scaler), "unsum.edit")

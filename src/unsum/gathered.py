@@ -20,6 +20,8 @@ from unsum.reducers import Reducer
 from unsum.samples import Samples
 from unsum.sites import Names
 
+_SHOWN = 12  # parameters that are listed
+
 
 class Brought(Protocol):
     """What one backward has brought, by the ids of parameters."""
@@ -167,6 +169,14 @@ class Gradients:
             )
         return found[0]
 
+    def nobodys(self) -> dict[str, Tensor]:
+        """{parameter: what belongs to no sample}, of those that have such a part."""
+        found: dict[str, Tensor] = {}
+        for key, value in (item for group in self._groups.values() for item in group.nobodys.items()):
+            name = self.by_id[key]
+            found[name] = found[name] + value if name in found else value
+        return found
+
     def _factors(self, name: str, parameter: nn.Parameter) -> Factors:
         groups, key = self._ordered(), id(parameter)
         if not self._keep:
@@ -186,6 +196,31 @@ class Gradients:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.by_id.values())
+
+    def keys(self) -> list[str]:
+        """The names of the parameters, tied ones once."""
+        return list(self)
+
+    def __len__(self) -> int:
+        """How many parameters there are, tied ones once."""
+        return len(self.by_id)
+
+    def __repr__(self) -> str:
+        n, numbers = sum(group.n for group in self._groups.values()), sum(p.numel() for p in self._unique.values())
+        have = f"{n} samples" if self._groups else "no backward yet"
+        first = f"gradients by sample: {have}, {len(self)} tensors of parameters ({numbers:,} numbers)"
+        lines = [f"  g[{type(reducer).__name__}]: {reducer!r}" for reducer in self._reducers]
+        if self._keep:
+            names = list(self)
+            lines += [f"  g[{name!r}]: {tuple(self.parameters[name].shape)}" for name in names[:_SHOWN]]
+            lines += [f"  ... and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+        return "\n".join([first, *lines])
+
+    def __reduce__(self) -> str:
+        raise TypeError(
+            "what a block has found belongs to its model and its graph, and cannot be copied or pickled.\n"
+            "  save what you read of it: g.norms(), g.per_sample(), g[reducer].matrix(), ..."
+        )
 
     def coverage(self) -> str:
         """A table: each parameter, its share of all elements, the operations at which it met data (with module and
@@ -207,7 +242,11 @@ class Gradients:
         return torch.arange(sum(group.n for group in groups))
 
     def sq_norms(self) -> Tensor:
-        """(n,): over all parameters."""
+        """(n,): over all parameters; with reducers, from one of them that has squared norms."""
+        if not self._keep:
+            known = [reducer for reducer in self._reducers if callable(getattr(reducer, "sq_norms", None))]
+            if known and self._groups:
+                return self._reducer(known[0]).sq_norms().double()  # type: ignore[attr-defined,no-any-return]
         parts = [self[name].sq_norms().double() for name in self]
         return torch.stack(parts).sum(0) if parts else torch.zeros(len(self.ids), dtype=torch.float64)
 

@@ -11,6 +11,8 @@ from unsum import samples as sample_maps
 from unsum import seams
 from unsum.block import GradientsBlock
 from unsum.errors import OptionError, SamplesError
+from unsum.gathered import Gradients
+from unsum.opened import Opened
 from unsum.reducers import Reducer
 from unsum.step.backward import Options
 
@@ -50,7 +52,7 @@ def gradients(
     scaler: Any = None,
     keep: bool = False,
     strict: bool = False,
-) -> GradientsBlock:
+) -> Opened[Gradients]:
     """The gradient of every sample, for every parameter of any model, from the graph that `backward` walks.
 
     Args:
@@ -97,7 +99,7 @@ def gradients(
         raise OptionError(f"interacting={interacting!r}: choose 'error' or 'exact'")
     if loss_reduction not in (None, "mean"):
         raise OptionError(f"loss_reduction={loss_reduction!r}: None or 'mean'")
-    return GradientsBlock(
+    block = GradientsBlock(
         model,
         Options(
             reducers=reducers, keep=keep or not reducers, rules=engine == "auto", strict=strict,
@@ -105,3 +107,4 @@ def gradients(
             mean=loss_reduction == "mean", params=params, grad=grad, scaler=scaler,
         ),
     )  # fmt: skip
+    return Opened(block, "unsum.gradients")

@@ -82,6 +82,11 @@ class Factors:
         """How many samples."""
         return sum(share.n for share in self._shares)
 
+    def __repr__(self) -> str:
+        kinds = {type(kind).__name__.lower() for share in self._shares for kind in share.kinds}
+        how = f", kept as: {', '.join(sorted(kinds))}" if kinds else ", all zero: nothing reached it"
+        return f"gradients of {self.name} {self.shape} by sample: {self.n} samples{how}"
+
     def per_sample(self) -> Tensor:
         """(n, *shape): one gradient for each sample."""
         parts = [s.times(total.dense(s.kinds)) if s.kinds else self._zeros(s.n, *self.shape) for s in self._shares]

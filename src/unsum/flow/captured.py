@@ -133,6 +133,10 @@ class Captured:
         """The concrete names of everything there is, in the order in which it came."""
         return list(dict.fromkeys(self._name(entry) for entry in self._entries))
 
+    def sites(self) -> list[str]:
+        """The site of every value, in the order in which they came, whichever call each is of."""
+        return [str(entry.spot) for entry in self._entries]
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 

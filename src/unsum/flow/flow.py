@@ -210,6 +210,11 @@ class Flow:
         return list(self._marks)
 
     @property
+    def waits_at_parameters(self) -> bool:
+        """Whether torch must bring gradients to parameters."""
+        return any(site.kind == "grad" for site in self.asked)
+
+    @property
     def is_open(self) -> bool:
         return self.blocks is not None
 

@@ -25,6 +25,8 @@ class Kronecker(Reduction):
 
     _adds = False
 
+    reads = ("factors()",)
+
     def reset(self) -> None:
         super().reset()
         self._factors: dict[str, tuple[Tensor, Tensor]] = {}

@@ -22,6 +22,8 @@ class SecondMoment(Reduction):
                 [12., 12., 12.]])
     """
 
+    reads = ("sum_squares()",)
+
     def reset(self) -> None:
         super().reset()
         self._sums: dict[str, Tensor] = {}

@@ -25,6 +25,7 @@ class Norms(Reading):
     """
 
     wants, sums, power, by_position = SQ_NORMS, True, 2, False
+    reads = ("norms()", "sq_norms()", "by_parameter()")
 
     def reset(self) -> None:
         super().reset()

@@ -36,6 +36,8 @@ class Project(Reading):
         self._k, self._seed = k, seed
         super().__init__()
 
+    reads = ("matrix()",)
+
     def reset(self) -> None:
         super().reset()
         self._parts: dict[str, dict[int, Tensor]] = {}

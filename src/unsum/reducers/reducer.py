@@ -40,6 +40,7 @@ class Reduction:
     wants: Hashable = None  # what is read of every parameter, if that is all; None: only `take` is called
     by_position: bool = True  # whether positions may be read: then small gradients do not wait for others, formed
     sums: bool = False  # whether the sum over samples comes with what is computed: torch is spared it
+    reads: tuple[str, ...] = ()  # what users call, for `print`
     _adds = False  # whether a second backward of the same samples may be added to the first
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -109,12 +110,20 @@ class Reduction:
         """How many have had a backward."""
         return sum(self._sizes)
 
+    def size_now(self) -> int:
+        """How many the backward under way has, or the last one had."""
+        return self._sizes[self._now]
+
     def before_now(self) -> int:
         """How many of them come before those of the backward under way."""
         return sum(self._sizes[: self._now])
 
     def end(self, left: Sequence[str]) -> None:
         """The backward is over."""
+
+    def __repr__(self) -> str:
+        have = f"{self.samples()} samples" if self._sizes else "no backward yet"
+        return f"{type(self).__name__} of {have}" + (f": {', '.join(self.reads)}" if self.reads else "")
 
     def _check(self) -> None:
         if not self._sizes:

@@ -62,6 +62,7 @@ class WeightedSum(Reduction):
         super().__init__()
 
     wants, by_position = WEIGHTED_SUM, False
+    reads = ("sum()", "weights")
 
     @property
     def clips(self) -> bool:

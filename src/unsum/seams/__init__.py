@@ -14,6 +14,7 @@ from unsum.seams.engine import aside as aside
 from unsum.seams.engine import close_block as close_block
 from unsum.seams.engine import here as here
 from unsum.seams.engine import instead_of_backward as instead_of_backward
+from unsum.seams.engine import is_alone_at_parameters as is_alone_at_parameters
 from unsum.seams.engine import none_open as none_open
 from unsum.seams.engine import open_block as open_block
 from unsum.seams.hook import Handle as Handle

@@ -54,10 +54,11 @@ class Backward:
 
 
 class Block(Protocol):
-    """Something open that wants to know when a backward begins and ends."""
+    """Something open that wants to know when a backward begins and ends. One whose `waits_at_parameters` is False does
+    not care whether torch brings gradients to parameters."""
 
     def before_backward(self, call: Backward) -> Sequence[Tensor] | None:
-        """The leaves to which alone torch is to bring gradients, if this is the only block; None for all."""
+        """The leaves to which alone torch is to bring gradients, if no other block waits there; None for all."""
         ...
 
     def after_backward(self, *, failed: bool) -> None: ...
@@ -74,6 +75,11 @@ def here() -> Sequence[Block]:
     if own or not torch._C._is_key_in_tls(_KEY):
         return own
     return torch._C._get_obj_in_tls(_KEY)  # type: ignore[no-any-return]
+
+
+def is_alone_at_parameters(blocks: Sequence[Block]) -> bool:
+    """Whether only one of these blocks cares which gradients torch brings to parameters."""
+    return sum(getattr(block, "waits_at_parameters", True) for block in blocks) == 1
 
 
 def are_here(blocks: Sequence[Block] | None) -> bool:
@@ -165,7 +171,7 @@ def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any,
             begun.append(block)
             with exactly():
                 only = block.before_backward(call)
-            if only is not None and len(blocks) == 1:
+            if only is not None and is_alone_at_parameters(blocks):
                 args = (*args[:3], tuple(only), *args[4:])
         with torch.autograd.set_multithreading_enabled(False):
             result = engine(roots, *args, **kwargs)

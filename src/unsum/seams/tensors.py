@@ -24,6 +24,7 @@ is_view: Callable[[Tensor], bool] = Tensor._is_view
 
 add_to: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_add_  # each to each, in one call
 copy_to: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_  # type: ignore[assignment]
+norms_of: Callable[[Sequence[Tensor]], Sequence[Tensor]] = torch._foreach_norm  # type: ignore[assignment]
 _clone: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = getattr(torch, "_foreach_clone", None)  # not in 2.11
 
 

@@ -141,7 +141,12 @@ class Step:
     def _find_skipped(self) -> frozenset[str]:
         """The parameters whose gradient torch need not compute."""
         call, plan, options, wanted = self._call, self.planned.plan, self._options, self._setting.wanted
-        if call.inputs or not call.accumulates or self.planned.is_checked or len(seams.here()) != 1:
+        if (
+            call.inputs
+            or not call.accumulates
+            or self.planned.is_checked
+            or not seams.is_alone_at_parameters(seams.here())
+        ):
             return frozenset()
         if not options.grad:
             skipped = plan.spare

@@ -1,0 +1,360 @@
+"""What is seen in one watched step: the blocks that are open, and what they hold until it is read.
+
+Nothing here waits for a GPU: `Observed.pack` puts all numbers into one tensor and starts its copy; `unpack` reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unsum import seams
+from unsum.block import GradientsBlock
+from unsum.capture import capture
+from unsum.errors import UnsumError
+from unsum.flow.captured import Captured
+from unsum.gathered import Gradients
+from unsum.reducers import Norms
+from unsum.seams.scaler import current_scale
+from unsum.seams.tensors import norms_of
+from unsum.sites import unwrapped
+from unsum.step.backward import Options
+
+
+class Tolerant(GradientsBlock):
+    """A `gradients` block that tells of each backward, and that may let a backward go on which it refuses."""
+
+    def __init__(self, model: nn.Module, options: Options, *, refuses: bool, heard: Callable[[seams.Backward], None]):
+        super().__init__(model, options)
+        self._refuses, self._heard = refuses, heard
+        self._call: seams.Backward | None = None
+        self.refused: UnsumError | None = None
+
+    def _let_go(self, error: UnsumError) -> None:
+        if self._refuses:
+            raise error
+        self.refused = error
+
+    def before_call(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        try:
+            return self.refused is None and super().before_call(module, args, kwargs)
+        except UnsumError as error:
+            self._let_go(error)
+            return False
+
+    def after_call(self, output: Any) -> None:
+        try:
+            super().after_call(output)
+        except UnsumError as error:
+            self._let_go(error)
+
+    def instead_of_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.refused is not None:
+            return seams.NOTHING
+        try:
+            return super().instead_of_call(module, args, kwargs)
+        except UnsumError as error:
+            self._let_go(error)
+            return seams.NOTHING
+
+    def before_backward(self, call: seams.Backward) -> Sequence[Tensor] | None:
+        if not self._under_way:
+            self._call = call
+        if self.refused is not None:
+            self._under_way.append((call.accumulates, None))
+            return None
+        try:
+            return super().before_backward(call)
+        except UnsumError as error:
+            self._step = None
+            self._let_go(error)
+            return None
+
+    def after_backward(self, *, failed: bool) -> None:
+        is_ours = self._step is not None or self.refused is not None
+        super().after_backward(failed=failed)
+        if not self._under_way and is_ours and not failed and self._call is not None and self._call.accumulates:
+            self._heard(self._call)
+
+
+class Division:
+    """What losses were multiplied or divided by before they were differentiated: the scale of a GradScaler, and what a
+    trainer divides by (`factor`). Both are taken out of the samples' gradients."""
+
+    def __init__(self, scaler: Any = None) -> None:
+        self._scaler, self.factor = scaler, 1.0
+        if scaler is not None:
+            current_scale(scaler)  # what is no scaler shows here
+
+    def is_enabled(self) -> bool:
+        return self._scaler is not None or self.factor != 1
+
+    def get_scale(self) -> Any:
+        scale = self.loss_scale()
+        return (1.0 if scale is None else scale) / self.factor
+
+    def loss_scale(self) -> Tensor | float | None:
+        """The scale of the GradScaler, if there is one."""
+        return None if self._scaler is None else current_scale(self._scaler)
+
+
+@dataclass
+class Rows:
+    """A tensor that flowed: the norms of its rows (all dimensions but the last)."""
+
+    shape: tuple[int, ...]
+    norms: Tensor
+    microbatch: int
+    site: str = ""
+
+
+@dataclass
+class Observed:
+    """The numbers of one step, on the host."""
+
+    losses: list[float] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  # samples of each micro-batch
+    squares: dict[str, Tensor] = field(default_factory=dict)  # of each parameter: (n,)
+    grads: dict[str, float] = field(default_factory=dict)  # norms of the step's gradient
+    weights: dict[str, float] = field(default_factory=dict)  # norms of parameters
+    total: float = 0.0  # squared norm of the sum over all samples, of all ranks
+    all_squares: float = 0.0  # Σ of squared norms over samples of all ranks, and how many these are
+    all_samples: int = 0
+    rows: list[tuple[Rows, float, int]] = field(default_factory=list)  # with Σ of squares, and the first bad row or -1
+    refused: str | None = None
+
+
+class Observer:
+    """Watches one step, from `open` to `close`."""
+
+    def __init__(self, model: nn.Module, options: Options, *, flows: bool, refuses: bool) -> None:
+        self._block = Tolerant(model, options, refuses=refuses, heard=self._heard)
+        self._division: Division = options.scaler
+        self._scales: list[Tensor] = []  # of the loss, in each micro-batch
+        self._factor = 1.0
+        self._norms: Norms = options.reducers[0]  # type: ignore[assignment]
+        self._rows: list[Rows] = []
+        self._losses: list[Tensor] = []
+        self._sizes: list[int] = []
+        self._grad_norms: Tensor | None = None
+        self._before: dict[str, Tensor] = {}  # gradients that were there
+        self._capture = capture(
+            model, (_flows, "output"), (_flows, "grad_output"), reduce=self._row_norms, missing="ignore"
+        ) if flows and not _is_compiled(model) else None  # fmt: skip
+
+    def __enter__(self) -> Gradients:
+        self._found = self._block.__enter__()
+        self._got: Captured | None = None
+        try:
+            self._got = None if self._capture is None else self._capture.open()
+        except BaseException:
+            self._block.__exit__(None, None, None)
+            raise
+        there = {name: p for name in self._found if (p := self._found.parameters[name]).grad is not None}
+        if there and float(torch.stack([_norm(p.grad) for p in there.values()]).sum()) != 0:  # type: ignore[arg-type]
+            self._before = {name: p.grad.clone() for name, p in there.items()}  # type: ignore[union-attr]
+        return self._found
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            if self._capture is not None:
+                self._capture.__exit__(*error)
+        finally:
+            self._block.__exit__(*error)
+
+    def has_seen(self) -> bool:
+        """Whether there was a backward of this model."""
+        return bool(self._losses)
+
+    # ---- while the step runs --------------------------------------------------------------------------------------
+
+    def _row_norms(self, tensor: Tensor) -> Tensor | None:
+        """The norms of the rows of what flows; nothing of whole numbers."""
+        if not tensor.is_floating_point() or tensor.layout != torch.strided or tensor.is_nested or not tensor.numel():
+            norms = torch.zeros(1)
+        else:
+            norms = _in_rows(tensor, torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+            if norms.device.type == "cpu" and not math.isfinite(float(norms.sum())) and bool(tensor.isfinite().all()):
+                norms = _in_rows(tensor, torch.float64)  # squares of very large numbers
+        self._rows.append(Rows(tuple(tensor.shape), norms, len(self._sizes)))
+        return None
+
+    def _heard(self, call: seams.Backward) -> None:
+        """A backward of this model is over."""
+        loss = sum(
+            (root.detach() if grad is None else root.detach() * grad).sum().double()
+            for root, grad in zip(call.roots, call.grads, strict=True)
+        )
+        scale = self._division.loss_scale()
+        self._losses.append(loss if scale is None else loss / scale)  # type: ignore[arg-type]
+        self._scales.append(torch.ones(1) if scale is None else torch.as_tensor(scale).reshape(1))
+        self._sizes.append(self._norms.size_now() if self._block.refused is None else 0)
+        grads = self._own_grads()
+        if grads:
+            values = list(grads.values())
+            plain = all(g.layout == torch.strided for g in values) and len({g.device for g in values}) == 1
+            norms = torch.stack([n.double() for n in norms_of(values)] if plain else [_norm(g) for g in values])
+            self._grad_norms = norms if scale is None else norms / scale
+            self._factor = self._division.factor
+        self._grad_names = list(grads)
+
+    def _own_grads(self) -> dict[str, Tensor]:
+        """The step's gradients so far: without what was there before, and without nobody's part."""
+        shared = self._found.nobodys()
+        found = {}
+        for name in self._found:
+            grad = self._found.parameters[name].grad
+            if grad is None:
+                continue
+            grad = grad.detach()
+            grad = grad - self._before[name] if name in self._before else grad
+            found[name] = grad - shared[name] if name in shared else grad
+        return found
+
+    # ---- after it -------------------------------------------------------------------------------------------------
+
+    def pack(self, averaging: Any = None) -> Packed:
+        """Put all numbers into one tensor, and send it to the host. `averaging` is the process
+        group that has averaged `.grad`, if there is one: over its ranks squared norms are summed, in one collective."""
+        got = [] if self._got is None else self._got.sites()
+        for rows, site in zip(self._rows, got, strict=False):
+            rows.site = site
+        squares = self._norms.by_parameter() if self._sizes and self._block.refused is None else {}
+        parameters = {name: self._found.parameters[name].detach() for name in self._found}
+        parts: list[Tensor] = []
+        parts += [loss.reshape(1) for loss in self._losses] + self._scales
+        matrix = torch.stack([own.double() for own in squares.values()]) if squares else torch.zeros(0, 0)
+        sums = torch.stack([matrix.sum(), torch.tensor(float(sum(self._sizes)), device=matrix.device)]).double()
+        ranks = 1
+        if averaging is not None:
+            ranks = torch.distributed.get_world_size(averaging)
+            device = next(iter(parameters.values())).device
+            sums = sums.to(device)
+            torch.distributed.all_reduce(sums, group=averaging)
+        parts += [matrix.reshape(-1), sums]
+        grads = torch.zeros(0) if self._grad_norms is None else self._grad_norms
+        parts += [grads, torch.stack([_norm(p) for p in parameters.values()]) if parameters else torch.zeros(0)]
+        shapes = _by_shape(self._rows)
+        for numbers in shapes:
+            parts += list(_first_bad([self._rows[k].norms for k in numbers]))
+        copy = Copy([part.double().reshape(-1) for part in parts])
+        names, grad_names = list(squares), getattr(self, "_grad_names", [])
+        refused, all_rows, sizes, backwards = self._block.refused, self._rows, self._sizes, len(self._losses)
+        factor = self._factor
+
+        def unpack() -> Observed:
+            values = iter(copy.read())
+            found = Observed(refused=None if refused is None else str(refused), sizes=sizes)
+            found.losses = [float(next(values)) for _ in range(backwards)]
+            scales = [float(next(values)) for _ in range(backwards)]
+            flat = next(values)
+            found.squares = dict(zip(names, flat.view(len(names), -1).unbind(), strict=True)) if names else {}
+            found.all_squares, samples = next(values).tolist()
+            found.all_samples = round(samples)
+            norms = next(values)
+            found.grads = dict(zip(grad_names, norms.tolist(), strict=False))
+            found.total = float(norms.square().sum()) * (ranks * factor) ** 2
+            found.weights = dict(zip(parameters, next(values).tolist(), strict=True))
+            found.rows = [(rows, 0.0, -1) for rows in all_rows]
+            for numbers in shapes:
+                for k, total, bad in zip(numbers, next(values).tolist(), next(values).tolist(), strict=True):
+                    rows = all_rows[k]
+                    is_scaled = rows.site.endswith("grad_output") and rows.microbatch < len(scales)
+                    found.rows[k] = rows, total / scales[rows.microbatch] ** 2 if is_scaled else total, round(bad)
+            return found
+
+        return Packed(copy, unpack)
+
+
+def _flows(name: str, module: nn.Module) -> bool:
+    """Whether a module's output is looked at: it has no modules inside, or parameters of its own."""
+    return next(module.children(), None) is None or next(module.parameters(recurse=False), None) is not None
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(seams.is_compiled(module) for module in (model, *unwrapped(model).modules()))
+
+
+def _in_rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.dim() < 2:
+        return tensor.detach().abs().to(dtype).reshape(-1)
+    return torch.linalg.vector_norm(tensor.detach(), dim=-1, dtype=dtype)
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    values = tensor if tensor.layout == torch.strided else tensor.coalesce().values()
+    wide = values.dtype if values.is_complex() else torch.promote_types(values.dtype, torch.float32)
+    return torch.linalg.vector_norm(values.to(wide)).double()
+
+
+def copies(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Copies of parameters."""
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+def distances(now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """How far each parameter is from what it was."""
+    return {name: _norm(now[name].detach() - value) for name, value in before.items()}
+
+
+def _by_shape(rows: Sequence[Rows]) -> list[list[int]]:
+    """Which of them have rows of one shape, device and dtype."""
+    found: dict[Any, list[int]] = {}
+    for k, each in enumerate(rows):
+        found.setdefault((each.norms.shape, each.norms.device, each.norms.dtype), []).append(k)
+    return list(found.values())
+
+
+def _first_bad(norms: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Σ of squares of each, and the first row that is not finite, or -1."""
+    stacked = torch.stack(list(norms)).flatten(1)
+    bad = ~stacked.isfinite()
+    first = torch.where(bad.any(1), bad.int().argmax(1), -1)
+    return stacked.double().square().sum(1), first
+
+
+class Copy:
+    """Parts of one step's numbers, on their way to the host: one copy for each device, which nobody waits for."""
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self._order = [(len(part), part.device) for part in parts]
+        self._there: dict[torch.device, Tensor] = {}
+        self._events: list[Any] = []
+        for device in {part.device for part in parts}:
+            joined = torch.cat([part for part in parts if part.device == device])
+            if device.type == "cuda":
+                self._there[device] = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
+                self._there[device].copy_(joined, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(device))
+                self._events.append(event)
+            else:
+                self._there[device] = joined.cpu()
+
+    def is_done(self) -> bool:
+        """Whether reading would not wait."""
+        return all(event.query() for event in self._events)
+
+    def read(self) -> list[Tensor]:
+        """The parts, once they are there."""
+        for event in self._events:
+            event.synchronize()
+        left = dict(self._there)
+        found = []
+        for size, device in self._order:
+            found.append(left[device][:size])
+            left[device] = left[device][size:]
+        return found
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One step's numbers, on their way to the host, and what makes sense of them."""
+
+    copy: Copy
+    unpack: Callable[[], Observed]

@@ -1,0 +1,159 @@
+"""From the numbers of a step to its record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from unsum.samples import Dim, Samples
+from unsum.sites import Names
+from unsum.step.backward import Options
+from unsum.watch.ids import Named
+from unsum.watch.observed import Observed, Rows
+from unsum.watch.outliers import Outliers
+from unsum.watch.record import Layer, NonFinite, Record
+
+
+def record(model: nn.Module, seen: Observed, step: int, named: Named, outliers: Outliers, options: Options) -> Record:
+    """The record of a step."""
+    n = sum(seen.sizes)
+    ids: list[int | str] = named.ids if len(named.ids) == n else list(range(n))
+    found = Record(step, sum(seen.losses), ids=ids, refused=seen.refused, rank=rank())
+    if seen.refused is None:
+        squares = list(seen.squares.values())
+        found.norms = torch.stack(squares).sum(0).sqrt() if squares else torch.zeros(n, dtype=torch.float64)
+        found.noise_scale = noise_scale(seen.all_squares, seen.total, seen.all_samples)
+        found.outliers = [ids[row] for row in outliers(found.norms)]
+        texts = dict(zip(named.ids, named.texts, strict=False))
+        found.texts = {each: texts[each] for each in found.outliers if each in texts}
+    names = Names(model)
+    found.layers = _layers(names, seen)
+    found.nonfinite = _nonfinite(names, seen, found, options.samples)
+    return found
+
+
+def rank() -> int:
+    """This process's rank."""
+    is_one_of_many = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if is_one_of_many else 0
+
+
+def noise_scale(squares: float, total: float, n: int) -> float | None:
+    """tr Σ / |G|² of McCandlish et al. (2018), each of the two without bias, from Σ|g|², |Σ g|² and n samples.
+
+    Examples:
+        >>> noise_scale(squares=10.0, total=4.0, n=2)  # two samples with gradients (1, 2) and (1, -2)
+        -2.6666666666666665
+    """
+    if n < 2:
+        return None
+    mean_square, square_of_mean = squares / n, total / n**2
+    signal = (n * square_of_mean - mean_square) / (n - 1)
+    noise = (mean_square - square_of_mean) * n / (n - 1)
+    return noise / signal if signal else math.inf
+
+
+def put_updates(found: Record, updates: dict[str, float]) -> None:
+    """The optimizer's changes of parameters, over their size, layer by layer."""
+    squares: dict[str, float] = {}
+    for name, value in updates.items():
+        layer = _module_of(name)
+        squares[layer] = squares.get(layer, 0.0) + value**2
+    for layer, square in squares.items():
+        if layer in found.layers and found.layers[layer].weight:
+            found.layers[layer].update = math.sqrt(square) / (found.layers[layer].weight or 1.0)
+
+
+def _module_of(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _layers(names: Names, seen: Observed) -> dict[str, Layer]:
+    found: dict[str, Layer] = {}
+    own: dict[str, list[str]] = {}
+    for name in seen.weights:
+        own.setdefault(_module_of(name), []).append(name)
+    for name, parameters in own.items():
+        layer = found[name] = Layer()
+        layer.weight = math.hypot(*(seen.weights[each] for each in parameters))
+        grads = [seen.grads[each] for each in parameters if each in seen.grads]
+        layer.grad = math.hypot(*grads) if grads else None
+        squares = [seen.squares[each] for each in parameters if each in seen.squares]
+        if squares and len(squares[0]):
+            norms = torch.stack(squares).sum(0)
+            layer.norm, layer.largest = float(norms.mean().sqrt()), float(norms.max().sqrt())
+    sums: dict[tuple[str, str], tuple[float, int]] = {}
+    for rows, total, _ in seen.rows:
+        where, _, kind = rows.site.rpartition(":")
+        if where in found and kind.split("[")[0].split(".")[0] in ("output", "grad_output"):
+            key = where, kind.split("[")[0].split(".")[0]
+            before, count = sums.get(key, (0.0, 0))
+            sums[key] = before + total, count + math.prod(rows.shape)
+    for (where, kind), (total, count) in sums.items():
+        setattr(found[where], kind, math.sqrt(total / count) if count and total >= 0 else None)
+    return found
+
+
+def _nonfinite(names: Names, seen: Observed, found: Record, samples: Samples) -> NonFinite | None:
+    """The first value that is not finite: in the forward, in the loss, in the backward, in a parameter's gradient."""
+    bad = [(rows, row) for rows, _, row in seen.rows if row >= 0]
+    forward = [each for each in bad if not each[0].site.rpartition(":")[2].startswith("grad")]
+    losses = [k for k, loss in enumerate(seen.losses) if not math.isfinite(loss)]
+    if forward:
+        return _at_rows(names, seen, found, samples, *forward[0])
+    rows = next(((name, int((~own.isfinite()).int().argmax())) for name, own in seen.squares.items()
+                 if not bool(own.isfinite().all())), None)  # fmt: skip
+    sample = None if rows is None else found.ids[rows[1]]
+    if losses:
+        value = "nan" if math.isnan(seen.losses[losses[0]]) else "inf"
+        parameter = None if rows is None else rows[0]
+        return NonFinite("loss", value, sample, None, parameter, losses[0], found.rank)
+    if bad:
+        return _at_rows(names, seen, found, samples, *bad[0])
+    if rows is not None:
+        name, row = rows
+        value = "nan" if bool(seen.squares[name][row].isnan()) else "inf"
+        return NonFinite(f"{name}:grad", value, sample, None, name, _microbatch(seen.sizes, row), found.rank)
+    return None
+
+
+def _at_rows(names: Names, seen: Observed, found: Record, samples: Samples, rows: Rows, row: int) -> NonFinite:
+    k = rows.microbatch
+    n = seen.sizes[k] if k < len(seen.sizes) else 0
+    owner, position = _place(rows.shape, row, samples, n)
+    first = sum(seen.sizes[:k])
+    sample = None if owner is None else found.ids[first + owner] if first + owner < len(found.ids) else owner
+    where = rows.site.rpartition(":")[0]
+    parameter = next((name for name in seen.weights if _module_of(name) == where), None)
+    if parameter is None:
+        parameter = next((name for name, own in seen.squares.items() if not bool(own.isfinite().all())), None)
+    value = "nan" if bool(rows.norms.reshape(-1)[row].isnan()) else "inf"
+    return NonFinite(rows.site, value, sample, position, parameter, k, found.rank)
+
+
+def _place(shape: Sequence[int], row: int, samples: Samples, n: int) -> tuple[int | None, int | tuple[int, ...] | None]:
+    """The sample of a row, and its position in it, of a tensor of this shape."""
+    outer = tuple(shape[:-1]) if len(shape) > 1 else tuple(shape)
+    index = [int(i) for i in torch.unravel_index(torch.tensor(row), outer)] if outer else []
+    if isinstance(samples, Dim):
+        if samples.k >= len(index) or (n and outer[samples.k] != n):
+            return None, tuple(index) if len(index) > 1 else index[0] if index else None
+        owner: int | None = index.pop(samples.k)
+    else:
+        layout = samples.owners(tuple(shape), n or None)
+        if layout is None:
+            return None, tuple(index) if len(index) > 1 else index[0]
+        map = layout.owner(torch.device("cpu"))
+        whose = int(map[(*index, 0)] if map.dim() > len(index) else map[tuple(index)])
+        owner = whose if whose >= 0 else None
+    return owner, None if not index else index[0] if len(index) == 1 else tuple(index)
+
+
+def _microbatch(sizes: Sequence[int], row: int) -> int:
+    for k in range(len(sizes)):
+        if row < sum(sizes[: k + 1]):
+            return k
+    return 0

@@ -1,0 +1,135 @@
+"""`Record`: what one watched step has shown, as data that can be written and read again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """The first value of a step that is NaN or infinite: in the order of the forward, then of the backward."""
+
+    site: str  # "blocks.3.mlp:output", "fc1:grad_output", "fc1.weight:grad", "loss"
+    value: str  # "nan" or "inf"
+    sample: int | str | None = None  # its id
+    position: int | tuple[int, ...] | None = None  # in the sample: a token, or an index
+    parameter: str | None = None  # of the module of the site; else the first whose gradient is not finite
+    microbatch: int = 0
+    rank: int = 0
+
+    def __str__(self) -> str:
+        where = f"{self.value} at {self.site}"
+        where += "" if self.sample is None else f", sample {self.sample}"
+        where += "" if self.position is None else f", position {self.position}"
+        return where + f", micro-batch {self.microbatch}, rank {self.rank}"
+
+
+@dataclass
+class Layer:
+    """What one layer (a module with parameters of its own) has shown in a step. None: not seen."""
+
+    output: float | None = None  # root mean square of its output
+    grad_output: float | None = None  # the same of the gradient at its output
+    norm: float | None = None  # root mean square over samples of the norms of its parameters' gradients
+    largest: float | None = None  # the largest of these norms
+    grad: float | None = None  # norm of the step's gradient: the sum over samples, as in .grad
+    weight: float | None = None  # norm of its parameters
+    update: float | None = None  # norm of the optimizer's change of them, over `weight`
+
+
+@dataclass
+class Record:
+    """One watched step. Print it for one line; `as_dict` is what sinks write.
+
+    Examples:
+        >>> record = Record(step=3, loss=0.5, norms=torch.tensor([1.0, 2.0]), ids=[0, 1])
+        >>> print(record)
+        step 3  loss 0.5  norms 1.5 median, 2 largest (sample 1)
+        >>> Record.from_dict(record.as_dict()).ids
+        [0, 1]
+    """
+
+    step: int
+    loss: float | None = None  # the sum of what was differentiated, without the scale of a GradScaler
+    norms: Tensor | None = None  # (n,): of each sample's gradient, over all chosen parameters; None where refused
+    ids: list[int | str] = field(default_factory=list)
+    noise_scale: float | None = None  # tr Σ / |G|², unbiased; None for one sample
+    outliers: list[int | str] = field(default_factory=list)  # ids of samples with norms far above the others'
+    nonfinite: NonFinite | None = None
+    layers: dict[str, Layer] = field(default_factory=dict)
+    texts: dict[int | str, str] = field(default_factory=dict)  # of outliers, by id, where texts are given
+    refused: str | None = None  # why there are no norms
+    seconds: float | None = None  # since the watched step before
+    rank: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data: numbers, strings, lists and dicts. What is not finite is written as "nan", "inf", "-inf"."""
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        found["norms"] = None if self.norms is None else self.norms.tolist()
+        found["nonfinite"] = None if self.nonfinite is None else asdict(self.nonfinite)
+        found["layers"] = {name: asdict(layer) for name, layer in self.layers.items()}
+        found["texts"] = {str(key): text for key, text in self.texts.items()}
+        return _plain(found)  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> Record:
+        """A record from what `as_dict` gave; unknown fields are left out."""
+        known = {each.name for each in fields(cls)}
+        values = {name: value for name, value in found.items() if name in known}
+        for name in ("loss", "noise_scale", "seconds"):
+            values[name] = _number(values.get(name))
+        if values.get("norms") is not None:
+            values["norms"] = torch.tensor([_number(value) for value in values["norms"]], dtype=torch.float64)
+        if values.get("nonfinite") is not None:
+            where = values["nonfinite"]
+            position = where.get("position")
+            where = {**where, "position": tuple(position) if isinstance(position, list) else position}
+            values["nonfinite"] = NonFinite(**where)
+        values["layers"] = {
+            name: Layer(**{key: _number(value) for key, value in layer.items()})
+            for name, layer in (values.get("layers") or {}).items()
+        }
+        return cls(**values)
+
+    def scalars(self) -> dict[str, float]:
+        """{name: number}: what a logger draws as curves."""
+        found: dict[str, float | None] = {"loss": self.loss, "noise_scale": self.noise_scale}
+        if self.norms is not None and len(self.norms):
+            found |= {"norm/median": float(self.norms.median()), "norm/largest": float(self.norms.max())}
+            found["outliers"] = float(len(self.outliers))
+        for name, layer in self.layers.items():
+            found |= {f"layer/{name or 'model'}/{key}": value for key, value in asdict(layer).items()}
+        return {name: float(value) for name, value in found.items() if value is not None}
+
+    def __str__(self) -> str:
+        parts = [f"step {self.step}"]
+        parts += [] if self.loss is None else [f"loss {self.loss:.4g}"]
+        if self.norms is not None and len(self.norms):
+            at = self.ids[int(self.norms.argmax())]
+            parts.append(f"norms {_middle(self.norms):.3g} median, {float(self.norms.max()):.3g} largest (sample {at})")
+        parts += [] if self.noise_scale is None else [f"noise scale {self.noise_scale:.3g}"]
+        parts += [f"outliers {', '.join(map(str, self.outliers))}"] if self.outliers else []
+        parts += [] if self.nonfinite is None else [f"NOT FINITE: {self.nonfinite}"]
+        parts += [] if self.refused is None else [f"no norms: {self.refused.splitlines()[0]}"]
+        return "  ".join(parts)
+
+
+def _middle(values: Tensor) -> float:
+    return float(values.double().quantile(0.5))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # which JSON has no word for
+    if isinstance(value, dict):
+        return {key: _plain(held) for key, held in value.items()}
+    return [_plain(held) for held in value] if isinstance(value, list | tuple) else value
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, str) else value

@@ -1,0 +1,332 @@
+"""`watch`: a record of every step of a training run, or of every k-th."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from unsum import samples as sample_maps
+from unsum.errors import OptionError
+from unsum.opened import Opened
+from unsum.reducers import Norms
+from unsum.sites import Names
+from unsum.step.backward import Options
+from unsum.watch import reading
+from unsum.watch.ids import Ids, Named
+from unsum.watch.observed import Division, Observer, Packed, copies, distances
+from unsum.watch.outliers import Outliers
+from unsum.watch.record import Record
+from unsum.watch.sinks import Sink, Sinks
+
+_WAITING = 8  # steps whose numbers may be on their way from a GPU
+
+
+@dataclass(eq=False)
+class _Step:
+    """A watched step whose record is not complete: its numbers are on their way, or its update is still to come."""
+
+    number: int
+    packed: Packed
+    named: Named
+    seconds: float | None
+    awaits_update: bool
+    weights: dict[str, Tensor] = field(default_factory=dict)  # before the optimizer's step
+    updates: dict[str, Tensor] = field(default_factory=dict)  # norms of what the step has changed
+    record: Record | None = None
+
+
+class Watch:
+    """What `unsum.watch` gives: `with watch:` around the forward and the backward of one step, however many
+    micro-batches it has; then `watch.last` is the step's record, and `watch.history` has the last ones.
+
+    Examples:
+        >>> import unsum
+        >>> model = nn.Linear(3, 1)
+        >>> watch = unsum.watch(model)
+        >>> for _ in range(2):
+        ...     with watch:
+        ...         model(torch.ones(4, 3)).sum().backward()
+        >>> watch.last.step, watch.last.norms
+        (1, tensor([2., 2., 2., 2.], dtype=torch.float64))
+        >>> watch.last.outliers, watch.last.nonfinite
+        ([], None)
+    """
+
+    # One attribute for each of: what is watched, where records go, and what is under way.
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        *,
+        every: int,
+        sinks: Sinks,
+        optimizer: Any,
+        layers: bool,
+        ids: Ids,
+        outliers: Outliers,
+        history: int,
+    ) -> None:
+        self._model, self._options, self._every, self._sinks = model, options, every, sinks
+        self.division: Division = options.scaler  # what is taken out of the samples' gradients
+        self._layers, self._ids, self._outliers = layers, ids, outliers
+        self._history: deque[Record] = deque(maxlen=history)
+        self._steps: deque[_Step] = deque()  # whose records are not complete
+        self._opened: tuple[Opened[Any], Observer] | None = None
+        self._number, self._ended = -1, 0.0
+        self._told: set[str] = set()
+        self._optimizer = _innermost(optimizer)
+        if self._optimizer is not None:
+            self._optimizer.register_step_pre_hook(_weakly(self._before_update))
+            self._optimizer.register_step_post_hook(_weakly(self._after_update))
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    def open(self, step: int | None = None) -> Watch:
+        """A step begins. `step` is its number; without it, steps are counted from 0."""
+        if self._opened is not None:
+            raise OptionError("watch: a step is open already; close() it first")
+        self._number = self._number + 1 if step is None else step
+        if self._number % self._every:
+            return self
+        self._complete(wait=len(self._steps) >= _WAITING)
+        has_norms = bool(self._history or self._steps)  # a run that goes on is not stopped by a refusal
+        observer = Observer(self._model, self._options, flows=self._layers, refuses=not has_norms)
+        opened = Opened(observer, "unsum.watch")
+        opened.open()
+        self._opened = opened, observer
+        return self
+
+    def close(self) -> None:
+        """The step is over. Safe to call twice."""
+        error = sys.exc_info()[1]
+        self.__exit__(None if error is None else type(error), error, None)
+
+    def __enter__(self) -> Watch:
+        return self.open()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._opened is None:
+            return
+        (opened, observer), self._opened = self._opened, None
+        opened.__exit__(kind, error, trace)
+        named = self._ids.take()
+        if error is not None or not observer.has_seen():
+            return
+        now = time.perf_counter()
+        seconds, self._ended = now - self._ended if self._ended else None, now
+        packed = observer.pack(averaging_group(self._model))
+        self._steps.append(_Step(self._number, packed, named, seconds, awaits_update=self._optimizer is not None))
+        self._complete(wait=False)
+
+    # ---- records --------------------------------------------------------------------------------------------------
+
+    @property
+    def last(self) -> Record | None:
+        """The record of the last watched step; None before the first."""
+        return self.history[-1] if self._steps or self._history else None
+
+    @property
+    def history(self) -> list[Record]:
+        """The records of the last watched steps."""
+        return [*self._history, *map(self._read, self._steps)]
+
+    def flush(self) -> None:
+        """Complete all records, and let the sinks write what they hold back."""
+        while self._steps:
+            self._finish(self._steps.popleft())
+        self._sinks.flush()
+
+    def report(self, path: str | os.PathLike[str]) -> Any:
+        """Write a page on the run: norms over time, outliers with their texts, the noise scale, the layers."""
+        from unsum.watch.page import write
+
+        return write(self.history, path)
+
+    def loader(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Go over a loader's batches, and take the samples' ids and texts from them."""
+        for batch in loader:
+            self._ids.note(batch)
+            yield batch
+
+    def note(self, batch: Any) -> None:
+        """Take ids and texts from a batch of the step under way, or of the next one."""
+        self._ids.note(batch)
+
+    def _complete(self, *, wait: bool) -> None:
+        """Finish the steps whose numbers are there; with `wait`, all of them."""
+        while self._steps:
+            step = self._steps[0]
+            if step.awaits_update and not step.updates and len(self._steps) == 1 and not wait:
+                return
+            if not wait and not step.packed.copy.is_done():
+                return
+            self._finish(self._steps.popleft())
+
+    def _finish(self, step: _Step) -> None:
+        record = self._read(step)
+        self._history.append(record)
+        self._sinks.send(record)
+
+    def _read(self, step: _Step) -> Record:
+        """The record of a step, waiting for its numbers."""
+        if step.record is None:
+            seen = step.packed.unpack()
+            step.record = reading.record(self._model, seen, step.number, step.named, self._outliers, self._options)
+            step.record.seconds = step.seconds
+            if step.record.refused is not None:
+                self._tell(step.record.refused, step.record.refused)
+            if step.record.nonfinite is not None:
+                self._tell("nonfinite", f"a value is not finite in step {step.number}: {step.record.nonfinite}")
+        if step.updates:
+            reading.put_updates(step.record, {name: float(value) for name, value in step.updates.items()})
+            step.updates = {}
+            step.awaits_update = False
+        return step.record
+
+    def _tell(self, key: str, what: str) -> None:
+        """Warn once."""
+        if key not in self._told:
+            self._told.add(key)
+            warnings.warn(f"unsum.watch: {what}", stacklevel=2)
+
+    # ---- the optimizer's step -------------------------------------------------------------------------------------
+
+    def _before_update(self) -> None:
+        if self._steps and self._steps[-1].awaits_update and self._opened is None:
+            chosen = {name: p for name, p in Names(self._model).parameters.items() if p.requires_grad}
+            self._steps[-1].weights = copies(chosen)
+
+    def _after_update(self) -> None:
+        if self._steps and (before := self._steps[-1].weights):
+            self._steps[-1].updates = distances(Names(self._model).parameters, before)
+            self._steps[-1].weights = {}
+            self._complete(wait=False)
+
+    def __repr__(self) -> str:
+        return f"watch: {len(self._history) + len(self._steps)} records" + (f"; {self.last}" if self.last else "")
+
+    def __reduce__(self) -> str:
+        raise TypeError("a watch belongs to this process, and cannot be copied or pickled; save its records")
+
+    def __del__(self) -> None:
+        if getattr(self, "_steps", None) and sys.meta_path is not None:  # numbers that nobody has read yet
+            self.flush()
+
+
+def watch(
+    model: nn.Module,
+    *,
+    every: int = 1,
+    to: str | os.PathLike[str] | Sink | Sequence[str | os.PathLike[str] | Sink] | None = None,
+    optimizer: Any = None,
+    layers: bool = True,
+    samples: sample_maps.Samples | Tensor | None = None,
+    params: str | Sequence[str] = "*",
+    loss_reduction: Literal["mean"] | None = None,
+    scaler: Any = None,
+    interacting: Literal["error", "exact"] = "error",
+    ids: str | Callable[[Any], Sequence[int | str]] | None = None,
+    text: str | Callable[[Any], Sequence[str]] | None = None,
+    threshold: float = 5.0,
+    window: int = 512,
+    history: int = 10_000,
+) -> Watch:
+    """Record every step of a training run, or every k-th: losses, per-sample gradient norms, outliers, the gradient
+    noise scale, statistics of every layer, and where the first value is that is not finite.
+
+    Training goes on as without: gradients are the same, to rounding.
+
+    Args:
+        model: Any module; also wrapped (DDP) or compiled.
+        every: Watch every k-th step; the others cost nothing.
+        to: Where records go: a path (`run.jsonl`, `run.parquet`), a function of a record, or a list of them.
+            `unsum.sinks` has TensorBoard, Weights & Biases, MLflow, Trackio and the console.
+        optimizer: If given, each layer's record has the size of the optimizer's update over that of its weights. Costs
+            a copy of the parameters during the optimizer's step.
+        layers: False records no activations and no gradients at layers' outputs (norms of parameters stay); so it is in
+            a compiled model, which shows none.
+        samples: Where the samples are, as in `unsum.gradients`.
+        params: A glob that chooses parameters by name, or a list of globs.
+        loss_reduction: "mean" says that each micro-batch's loss is a mean over its samples: norms are then those of
+            each sample's own loss.
+        scaler: A GradScaler whose scale is to be taken out.
+        interacting: "error" refuses a model in which samples interact (batch norm in training), in the first step;
+            later, a step that is refused has no norms, and a warning says why. "exact" takes each sample's part of the
+            loss.
+        ids: Where a batch has its samples' ids: a key, or a function of the batch. Used by `watch.loader(loader)` and
+            `watch.note(batch)`. Without it, the keys "id", "ids", "idx" and "index" are tried; else ids are row numbers
+            of the step.
+        text: Where a batch has its samples' texts, likewise: records of outliers then have them.
+        threshold: How far an outlier is from the others (`unsum.watch.outliers` states the rule).
+        window: How many samples' norms the rule looks at.
+        history: How many records `watch.history` keeps.
+
+    Examples:
+        >>> model = nn.Linear(3, 1)
+        >>> w = watch(model, every=2)
+        >>> for _ in range(4):
+        ...     with w:
+        ...         model(torch.ones(4, 3)).sum().backward()
+        >>> [record.step for record in w.history]
+        [0, 2]
+    """
+    for name, value in (("every", every), ("window", window), ("history", history)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise OptionError(f"watch: {name}={value!r}: a whole number, 1 or more")
+    if not isinstance(threshold, int | float) or not threshold > 0:
+        raise OptionError(f"watch: threshold={threshold!r}: a positive number")
+    if interacting not in ("error", "exact"):
+        raise OptionError(f"watch: interacting={interacting!r}: choose 'error' or 'exact'")
+    if loss_reduction not in (None, "mean"):
+        raise OptionError(f"watch: loss_reduction={loss_reduction!r}: None or 'mean'")
+    if optimizer is not None and not hasattr(_innermost(optimizer), "register_step_post_hook"):
+        raise OptionError(f"watch: optimizer={type(optimizer).__name__}: expected a torch.optim.Optimizer")
+    Names(model)  # what is no module shows here
+    options = Options(
+        reducers=(Norms(),), keep=False, rules=True, strict=False, samples=sample_maps.read(samples),
+        exact=interacting == "exact", verify=False, mean=loss_reduction == "mean", params=params, grad=True,
+        scaler=Division(scaler),
+    )  # fmt: skip
+    return Watch(
+        model, options, every=every, sinks=Sinks(to), optimizer=optimizer, layers=layers, ids=Ids(ids, text),
+        outliers=Outliers(threshold, window), history=history,
+    )  # fmt: skip
+
+
+def averaging_group(model: nn.Module) -> Any:
+    """The process group that averages this model's gradients, if it is wrapped in DDP."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    return model.process_group if isinstance(model, nn.parallel.DistributedDataParallel) else None
+
+
+def _innermost(optimizer: Any) -> Any:
+    """The optimizer that steps, inside what others have put around it."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _weakly(method: Callable[[], None]) -> Callable[..., None]:
+    """A hook that does not keep the method's object alive."""
+    known = weakref.WeakMethod(method)
+
+    def hook(*_: Any) -> None:
+        call = known()
+        if call is not None:
+            call()
+
+    return hook
