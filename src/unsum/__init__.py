@@ -18,8 +18,8 @@ from unsum.reducers import Kronecker, Norms, Project, SecondMoment, TokenNorms, 
 from unsum.report import report
 from unsum.samples import dim, packed
 from unsum.sites import sites
+from unsum.training import watch
 from unsum.verbs import add, clip, clip_norm, noise, remove, replace, reverse, scale, steer, zero
-from unsum.watch import watch
 
 if os.environ.get("UNSUM_LOG"):  # tell what was learnt and decided
     logging.basicConfig()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 import weakref
@@ -87,10 +88,8 @@ class Opened(Generic[Found]):
 
 def _close_unheld(block: _Block[Any], name: str) -> None:
     """Close a block that nobody holds any more."""
-    try:
+    with contextlib.suppress(UnsumError):  # that a site never fired, say: there is nobody to tell
         block.__exit__(None, None, None)
-    except UnsumError:  # that a site never fired, say: there is nobody to tell
-        pass
     warnings.warn(
         f"{name}: the block was open when nothing held it any more, and is closed now.\n"
         f"  hold it, and close it: block = {name}(...); found = block.open(); ...; block.close()",

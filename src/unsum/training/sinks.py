@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from unsum.watch.record import Record
+from unsum.training.record import Record
 
 Sink = Callable[[Record], None]
 

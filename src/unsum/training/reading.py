@@ -11,10 +11,10 @@ from torch import nn
 from unsum.samples import Dim, Samples
 from unsum.sites import Names
 from unsum.step.backward import Options
-from unsum.watch.ids import Named
-from unsum.watch.observed import Observed, Rows
-from unsum.watch.outliers import Outliers
-from unsum.watch.record import Layer, NonFinite, Record
+from unsum.training.ids import Named
+from unsum.training.observed import Observed, Rows
+from unsum.training.outliers import Outliers
+from unsum.training.record import Layer, NonFinite, Record
 
 
 def record(model: nn.Module, seen: Observed, step: int, named: Named, outliers: Outliers, options: Options) -> Record:

@@ -22,12 +22,12 @@ from unsum.opened import Opened
 from unsum.reducers import Norms
 from unsum.sites import Names
 from unsum.step.backward import Options
-from unsum.watch import reading
-from unsum.watch.ids import Ids, Named
-from unsum.watch.observed import Division, Observer, Packed, copies, distances
-from unsum.watch.outliers import Outliers
-from unsum.watch.record import Record
-from unsum.watch.sinks import Sink, Sinks
+from unsum.training import reading
+from unsum.training.ids import Ids, Named
+from unsum.training.observed import Division, Observer, Packed, copies, distances
+from unsum.training.outliers import Outliers
+from unsum.training.record import Record
+from unsum.training.sinks import Sink, Sinks
 
 _WAITING = 8  # steps whose numbers may be on their way from a GPU
 
@@ -151,7 +151,7 @@ class Watch:
 
     def report(self, path: str | os.PathLike[str]) -> Any:
         """Write a page on the run: norms over time, outliers with their texts, the noise scale, the layers."""
-        from unsum.watch.page import write
+        from unsum.training.page import write
 
         return write(self.history, path)
 
@@ -270,7 +270,7 @@ def watch(
             `watch.note(batch)`. Without it, the keys "id", "ids", "idx" and "index" are tried; else ids are row numbers
             of the step.
         text: Where a batch has its samples' texts, likewise: records of outliers then have them.
-        threshold: How far an outlier is from the others (`unsum.watch.outliers` states the rule).
+        threshold: How far an outlier is from the others (`unsum.training.outliers` states the rule).
         window: How many samples' norms the rule looks at.
         history: How many records `watch.history` keeps.
 

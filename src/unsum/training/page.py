@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from unsum.watch.record import Record
+from unsum.training.record import Record
 
 
 def write(records: Sequence[Record], path: str | os.PathLike[str]) -> Path:
