@@ -7,7 +7,7 @@ gradient it is.
 import logging
 import os
 
-from unsum import errors, testing
+from unsum import errors, integrations, testing
 from unsum.capture import capture
 from unsum.check import check
 from unsum.draw.draw import draw
@@ -44,6 +44,7 @@ __all__ = [
     "edit",
     "errors",
     "gradients",
+    "integrations",
     "mark",
     "mark_samples",
     "noise",

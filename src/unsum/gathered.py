@@ -16,7 +16,7 @@ from unsum.errors import SamplesError
 from unsum.factors.factors import Factors, Share
 from unsum.factors.total import Kind
 from unsum.plan.plan import Meeting
-from unsum.reducers import Reducer
+from unsum.reducers import SQ_NORMS, Reducer
 from unsum.samples import Samples
 from unsum.sites import Names
 
@@ -244,7 +244,7 @@ class Gradients:
     def sq_norms(self) -> Tensor:
         """(n,): over all parameters; with reducers, from one of them that has squared norms."""
         if not self._keep:
-            known = [reducer for reducer in self._reducers if callable(getattr(reducer, "sq_norms", None))]
+            known = [reducer for reducer in self._reducers if getattr(reducer, "wants", None) == SQ_NORMS]
             if known and self._groups:
                 return self._reducer(known[0]).sq_norms().double()  # type: ignore[attr-defined,no-any-return]
         parts = [self[name].sq_norms().double() for name in self]

@@ -42,7 +42,11 @@ class Tolerant(GradientsBlock):
 
     def before_call(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
         try:
-            return self.refused is None and super().before_call(module, args, kwargs)
+            is_outermost = not self._forward.is_inside
+            is_ours = self.refused is None and super().before_call(module, args, kwargs)
+            if is_ours and is_outermost:
+                self._options.scaler.called(kwargs)
+            return is_ours
         except UnsumError as error:
             self._let_go(error)
             return False
@@ -57,6 +61,7 @@ class Tolerant(GradientsBlock):
         if self.refused is not None:
             return seams.NOTHING
         try:
+            self._options.scaler.called(kwargs)
             return super().instead_of_call(module, args, kwargs)
         except UnsumError as error:
             self._let_go(error)
@@ -83,24 +88,39 @@ class Tolerant(GradientsBlock):
 
 
 class Division:
-    """What losses were multiplied or divided by before they were differentiated: the scale of a GradScaler, and what a
-    trainer divides by (`factor`). Both are taken out of the samples' gradients."""
+    """What losses were multiplied or divided by before they were differentiated, which is taken out of the samples'
+    gradients: the scale of a GradScaler, and what a trainer divides by: a number that it hands to the model (`reads`
+    finds it among the arguments of a call), or the number of micro-batches of the step."""
 
     def __init__(self, scaler: Any = None) -> None:
-        self._scaler, self.factor = scaler, 1.0
+        self.scaler = scaler
+        self.reads: Callable[[Mapping[str, Any]], Tensor | float | None] | None = None
+        self.times = 1.0  # that number is this times what was found
+        self.by_micro_batches = False  # where no number is found
+        self.factor: Tensor | float | None = None  # found in the last call
         if scaler is not None:
             current_scale(scaler)  # what is no scaler shows here
 
+    def called(self, kwargs: Mapping[str, Any]) -> None:
+        """The model is called with these arguments."""
+        if self.reads is not None:
+            found = self.reads(kwargs)
+            self.factor = None if found is None else found * self.times
+
     def is_enabled(self) -> bool:
-        return self._scaler is not None or self.factor != 1
+        return self.scaler is not None or self.factor is not None
 
     def get_scale(self) -> Any:
         scale = self.loss_scale()
-        return (1.0 if scale is None else scale) / self.factor
+        return (1.0 if scale is None else scale) / (1.0 if self.factor is None else self.factor)
 
     def loss_scale(self) -> Tensor | float | None:
         """The scale of the GradScaler, if there is one."""
-        return None if self._scaler is None else current_scale(self._scaler)
+        return None if self.scaler is None else current_scale(self.scaler)
+
+    def factor_now(self) -> Tensor:
+        """(1,): the number that was found in the last call, or 1."""
+        return torch.as_tensor(1.0 if self.factor is None else self.factor).reshape(1)
 
 
 @dataclass
@@ -135,8 +155,8 @@ class Observer:
     def __init__(self, model: nn.Module, options: Options, *, flows: bool, refuses: bool) -> None:
         self._block = Tolerant(model, options, refuses=refuses, heard=self._heard)
         self._division: Division = options.scaler
+        self._is_mean = options.mean
         self._scales: list[Tensor] = []  # of the loss, in each micro-batch
-        self._factor = 1.0
         self._norms: Norms = options.reducers[0]  # type: ignore[assignment]
         self._rows: list[Rows] = []
         self._losses: list[Tensor] = []
@@ -200,8 +220,14 @@ class Observer:
             plain = all(g.layout == torch.strided for g in values) and len({g.device for g in values}) == 1
             norms = torch.stack([n.double() for n in norms_of(values)] if plain else [_norm(g) for g in values])
             self._grad_norms = norms if scale is None else norms / scale
-            self._factor = self._division.factor
         self._grad_names = list(grads)
+
+    def _shares(self, squares: Tensor) -> Tensor:
+        """Σ of squared norms, of what adds up to the step's gradient: of a mean over samples, each one's share. NaN
+        where samples of different micro-batches do not have the same weight in it."""
+        if not self._is_mean or not squares.numel():
+            return squares.sum()
+        return squares.sum() / self._sizes[0] ** 2 if len(set(self._sizes)) == 1 else squares.sum() * math.nan
 
     def _own_grads(self) -> dict[str, Tensor]:
         """The step's gradients so far: without what was there before, and without nobody's part."""
@@ -227,9 +253,10 @@ class Observer:
         squares = self._norms.by_parameter() if self._sizes and self._block.refused is None else {}
         parameters = {name: self._found.parameters[name].detach() for name in self._found}
         parts: list[Tensor] = []
-        parts += [loss.reshape(1) for loss in self._losses] + self._scales
+        parts += [loss.reshape(1) for loss in self._losses] + self._scales + [self._division.factor_now()]
         matrix = torch.stack([own.double() for own in squares.values()]) if squares else torch.zeros(0, 0)
-        sums = torch.stack([matrix.sum(), torch.tensor(float(sum(self._sizes)), device=matrix.device)]).double()
+        own = self._shares(matrix)
+        sums = torch.stack([own, torch.tensor(float(sum(self._sizes)), device=matrix.device)]).double()
         ranks = 1
         if averaging is not None:
             ranks = torch.distributed.get_world_size(averaging)
@@ -245,16 +272,19 @@ class Observer:
         copy = Copy([part.double().reshape(-1) for part in parts])
         names, grad_names = list(squares), getattr(self, "_grad_names", [])
         refused, all_rows, sizes, backwards = self._block.refused, self._rows, self._sizes, len(self._losses)
-        factor = self._factor
+        divided = self._division.by_micro_batches and self._division.factor is None
+        times = float(backwards) if divided else 1.0  # of the samples' gradients
 
         def unpack() -> Observed:
             values = iter(copy.read())
             found = Observed(refused=None if refused is None else str(refused), sizes=sizes)
             found.losses = [float(next(values)) for _ in range(backwards)]
             scales = [float(next(values)) for _ in range(backwards)]
-            flat = next(values)
+            factor = times * float(next(values))
+            flat = next(values) * times**2
             found.squares = dict(zip(names, flat.view(len(names), -1).unbind(), strict=True)) if names else {}
-            found.all_squares, samples = next(values).tolist()
+            squares, samples = next(values).tolist()
+            found.all_squares = squares * times**2
             found.all_samples = round(samples)
             norms = next(values)
             found.grads = dict(zip(grad_names, norms.tolist(), strict=False))

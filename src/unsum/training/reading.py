@@ -48,7 +48,7 @@ def noise_scale(squares: float, total: float, n: int) -> float | None:
         >>> noise_scale(squares=10.0, total=4.0, n=2)  # two samples with gradients (1, 2) and (1, -2)
         -2.6666666666666665
     """
-    if n < 2:
+    if n < 2 or math.isnan(squares):
         return None
     mean_square, square_of_mean = squares / n, total / n**2
     signal = (n * square_of_mean - mean_square) / (n - 1)

@@ -41,7 +41,6 @@ class _Step:
     named: Named
     seconds: float | None
     awaits_update: bool
-    weights: dict[str, Tensor] = field(default_factory=dict)  # before the optimizer's step
     updates: dict[str, Tensor] = field(default_factory=dict)  # norms of what the step has changed
     record: Record | None = None
 
@@ -85,10 +84,11 @@ class Watch:
         self._opened: tuple[Opened[Any], Observer] | None = None
         self._number, self._ended = -1, 0.0
         self._told: set[str] = set()
-        self._optimizer = _innermost(optimizer)
-        if self._optimizer is not None:
-            self._optimizer.register_step_pre_hook(_weakly(self._before_update))
-            self._optimizer.register_step_post_hook(_weakly(self._after_update))
+        self.group: Any = None  # the processes that average this model's gradients, where a trainer says so
+        self._optimizer: Any = None
+        self._weights: dict[str, Tensor] = {}  # before the optimizer's step
+        if optimizer is not None:
+            self.follow(optimizer)
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
@@ -127,9 +127,15 @@ class Watch:
             return
         now = time.perf_counter()
         seconds, self._ended = now - self._ended if self._ended else None, now
-        packed = observer.pack(averaging_group(self._model))
+        packed = observer.pack(self.group or averaging_group(self._model))
         self._steps.append(_Step(self._number, packed, named, seconds, awaits_update=self._optimizer is not None))
         self._complete(wait=False)
+
+    def follow(self, optimizer: Any) -> None:
+        """Record the updates of this optimizer too."""
+        self._optimizer = _innermost(optimizer)
+        self._optimizer.register_step_pre_hook(_weakly(self._before_update))
+        self._optimizer.register_step_post_hook(_weakly(self._after_update))
 
     # ---- records --------------------------------------------------------------------------------------------------
 
@@ -205,14 +211,15 @@ class Watch:
     # ---- the optimizer's step -------------------------------------------------------------------------------------
 
     def _before_update(self) -> None:
-        if self._steps and self._steps[-1].awaits_update and self._opened is None:
+        """The optimizer steps; with a closure, the forward and the backward are still to come."""
+        if self._opened is not None or (self._steps and self._steps[-1].awaits_update):
             chosen = {name: p for name, p in Names(self._model).parameters.items() if p.requires_grad}
-            self._steps[-1].weights = copies(chosen)
+            self._weights = copies(chosen)
 
     def _after_update(self) -> None:
-        if self._steps and (before := self._steps[-1].weights):
+        before, self._weights = self._weights, {}
+        if before and self._steps and self._steps[-1].awaits_update:
             self._steps[-1].updates = distances(Names(self._model).parameters, before)
-            self._steps[-1].weights = {}
             self._complete(wait=False)
 
     def __repr__(self) -> str:

@@ -1,0 +1,116 @@
+"""What watching a training run costs over the same run without, on a CPU or a GPU.
+
+    python benchmarks/watching.py [--device cuda] [--quick] [--json PATH]
+
+The unit is one training step with its optimizer: forward, loss, backward, AdamW, gradients cleared. Steps of all ways
+alternate; each time is divided by that of the plain step of the same repetition; shown are the median of these ratios,
+their quartiles, and peak memory over that of the plain step. "every=50" is the mean over 50 steps, one of them watched.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import unsum
+from measuring import machine, memory_of, memory_on_cpu, now, options_of, parsed, ratios, write
+from models import GPT
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "GPT-2 shape": {"batch": 16, "width": 768, "heads": 12, "length": 1024, "vocabulary": 50257, "tied": True},
+    "B=8 T=128": {"batch": 8, "width": 768, "heads": 12, "length": 128, "vocabulary": 50257, "tied": True},
+}
+SMALL: dict[str, dict[str, Any]] = {
+    "L=4 d=256": {"batch": 16, "width": 256, "heads": 4, "length": 128, "vocabulary": 512, "depth": 4},
+    "L=6 d=384": {"batch": 4, "width": 384, "heads": 6, "length": 128, "vocabulary": 512, "depth": 6},
+}
+
+
+def step_of(model: nn.Module, x: Tensor, y: Tensor, optimizer: Any, around: Any = None) -> Callable[[], None]:
+    def backward() -> None:
+        logits = model(x)
+        F.cross_entropy(logits.flatten(0, 1).float(), y.flatten()).backward()
+
+    def step() -> None:
+        if around is None:
+            backward()
+        else:
+            with around:
+                backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure(shape: dict[str, Any], device: str, seconds: float) -> dict[str, Any]:
+    options = {key: value for key, value in shape.items() if key != "batch"}
+    torch.manual_seed(0)
+    model = GPT(**options).to(device)
+    model = model.bfloat16() if device == "cuda" else model
+    x, y = torch.randint(options["vocabulary"], (2, shape["batch"], options["length"]), device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-5, fused=device == "cuda")
+    watches = {
+        "every=1": unsum.watch(model),
+        "every=1, no layers": unsum.watch(model, layers=False),
+        "every=50": unsum.watch(model, every=50),
+    }
+    steps = {"plain": step_of(model, x, y, optimizer), "plain again": step_of(model, x, y, optimizer)}
+    alone = {name: watch for name, watch in watches.items() if name != "every=50"}
+    steps |= {name: step_of(model, x, y, optimizer, watch) for name, watch in alone.items()}
+    for step in steps.values():
+        for _ in range(4):
+            step()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < seconds or len(times["plain"]) < 5:
+        for name in random.sample(list(steps), len(steps)):
+            start = now(device)
+            steps[name]()
+            times[name].append(now(device) - start)
+    found: dict[str, Any] = {name: ratios(times, name, "plain") for name in steps if name != "plain"}
+    memory = memory_of if device == "cuda" else memory_on_cpu
+    plain = memory(steps["plain"], model)
+    for name in alone:
+        found[name]["memory"] = round(memory(steps[name], model) / plain, 3)
+    found["every=50"] = every_50(steps["plain"], step_of(model, x, y, optimizer, watches["every=50"]), device, seconds)
+    found["step"] = f"{sorted(times['plain'])[len(times['plain']) // 2] * 1000:.1f} ms"
+    return found
+
+
+def every_50(plain: Callable[[], None], watched: Callable[[], None], device: str, seconds: float) -> dict[str, float]:
+    """The same number of steps of both, in turns."""
+    times: dict[str, list[float]] = {"plain": [], "watched": []}
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < seconds or len(times["plain"]) < 2:
+        for name, step in (("plain", plain), ("watched", watched)):
+            start = now(device)
+            for _ in range(50):
+                step()
+            times[name].append(now(device) - start)
+    return ratios(times, "watched", "plain")
+
+
+def main() -> None:
+    options = parsed(options_of(__doc__ or ""))
+    seconds = options.seconds or (6 if options.quick else 30)
+    report: dict[str, Any] = {"machine": machine(options.device), "models": {}}
+    for name, shape in (SHAPES if options.device == "cuda" else SMALL).items():
+        found = report["models"][name] = measure(shape, options.device, seconds)
+        print(f"{name}: a step takes {found.pop('step')}")
+        for way, ratio in found.items():
+            memory = f"  memory {ratio['memory']:.3f}" if "memory" in ratio else ""
+            print(f"  {way:<20}{ratio['median']:.3f}  ({ratio['low']:.3f} to {ratio['high']:.3f}){memory}")
+        gc.collect()
+    write(options.json, report)
+
+
+if __name__ == "__main__":
+    main()

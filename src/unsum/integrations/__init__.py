@@ -1,0 +1,17 @@
+"""Trainers that people have: `unsum.integrations.transformers` and `unsum.integrations.lightning`.
+
+Each is imported when it is first used, and says what to install where its library is missing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+_KNOWN = ("transformers", "lightning")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _KNOWN:
+        return importlib.import_module(f"unsum.integrations.{name}")
+    raise AttributeError(f"module 'unsum.integrations' has no attribute {name!r}; there are: {', '.join(_KNOWN)}")

@@ -1,0 +1,108 @@
+"""The Hugging Face Trainer: `Watch`, a callback that records its steps with `unsum.watch`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from unsum import training
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError("unsum.integrations.transformers needs transformers: pip install transformers") from error
+
+
+class Watch(TrainerCallback):
+    """A callback for the Trainer: per-sample gradient norms, outliers, noise scale and layers of its steps.
+
+    Takes the options of `unsum.watch`, except the model; `optimizer=True` also records the sizes of updates. The watch
+    itself is `callback.watch`, with `.last` and `.history`.
+
+    Norms are those of each example's own loss. Where the Trainer hands `num_items_in_batch` to the model (the tokens or
+    examples of all micro-batches), the loss was divided by it, and that is taken out: an example's loss is the sum over
+    its tokens. Where it does not, the number of micro-batches is taken out; what the model itself averages over stays
+    (`loss_reduction="mean"` if that is the samples). A GradScaler's scale is taken out too.
+
+    The median and the largest norm, the noise scale and the number of outliers join the Trainer's own logs.
+
+    Examples:
+        >>> callback = Watch(every=10)
+        >>> callback.watch is None  # until training begins
+        True
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._updates = bool(options.pop("optimizer", False))
+        self._options = options
+        self.watch: training.Watch | None = None
+        training.watch(nn.Linear(1, 1), **{**options, "to": None})  # a wrong option shows here
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Training begins."""
+        options = dict(self._options)
+        if args.torch_compile:
+            options["layers"] = False  # a compiled model shows no layers
+        self.watch = training.watch(model, **options)
+        optimizer = kwargs.get("optimizer")
+        if self._updates and optimizer is not None:
+            self.watch.follow(optimizer)
+        division = self.watch.division
+        division.reads, ranks = _number_of_items, 1
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self.watch.group = torch.distributed.group.WORLD
+            ranks = torch.distributed.get_world_size() if args.average_tokens_across_devices else 1
+        division.times, division.by_micro_batches = 1 / ranks, True
+        _put_first(self, sys._getframe(1))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A step begins: its micro-batches come."""
+        if self.watch is None:
+            return
+        self.watch.close()  # of a step that was broken off
+        division = self.watch.division
+        division.scaler = getattr(kwargs.get("optimizer"), "scaler", division.scaler)
+        self.watch.open(state.global_step)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """All micro-batches of a step had their backward."""
+        if self.watch is not None:
+            self.watch.close()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """The Trainer logs: what was recorded joins in."""
+        record = None if self.watch is None else self.watch.last
+        if record is None or not isinstance(logs, dict) or "loss" not in logs:
+            return
+        shown = {f"unsum/{name}": value for name, value in record.scalars().items() if _is_shown(name)}
+        logs.update(shown)
+        if state.log_history:
+            state.log_history[-1].update(shown)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Training is over."""
+        if self.watch is not None:
+            self.watch.close()
+            self.watch.flush()
+
+
+def _is_shown(name: str) -> bool:
+    return name != "loss" and not name.startswith("layer/")
+
+
+def _number_of_items(kwargs: Mapping[str, Any]) -> Any:
+    """What the Trainer tells the model to divide its loss by."""
+    return kwargs.get("num_items_in_batch")
+
+
+def _put_first(callback: Watch, caller: Any) -> None:
+    """Put the callback before those that write logs, so that what it adds to them is written: the Trainer calls them in
+    the order of a list, which only its handler, our caller, holds."""
+    handler = caller.f_locals.get("self")
+    known = getattr(handler, "callbacks", None)
+    if isinstance(known, list) and callback in known:
+        handler.callbacks = [callback, *(other for other in known if other is not callback)]
