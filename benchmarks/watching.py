@@ -24,8 +24,8 @@ from measuring import machine, memory_of, memory_on_cpu, now, options_of, parsed
 from models import GPT
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "GPT-2 shape": {"batch": 16, "width": 768, "heads": 12, "length": 1024, "vocabulary": 50257, "tied": True},
-    "B=8 T=128": {"batch": 8, "width": 768, "heads": 12, "length": 128, "vocabulary": 50257, "tied": True},
+    "GPT-2 shape": {"batch": 16, "width": 768, "heads": 12, "length": 1024, "vocabulary": 50304},
+    "B=8 T=128": {"batch": 8, "width": 768, "heads": 12, "length": 128, "vocabulary": 50304},
 }
 SMALL: dict[str, dict[str, Any]] = {
     "L=4 d=256": {"batch": 16, "width": 256, "heads": 4, "length": 128, "vocabulary": 512, "depth": 4},

@@ -48,6 +48,19 @@ class Norms(Reading):
         """Names and squared norms (names, n) that the last backward brought, as they came."""
         return [(names, _whole(names, squares)) for names, squares in self._squares.get(self._now, [])]
 
+    def table(self) -> tuple[list[str], Tensor]:
+        """Names, and the squared norms (names, n) of each one's part, all samples in order: in few operations."""
+        self._check()
+        found: dict[int, tuple[list[str], Tensor]] = {}
+        for group, came in self._squares.items():
+            device = came[0][1].device
+            own = torch.cat([_whole(names, squares.to(device)) for names, squares in came])
+            found[group] = [name for names, _ in came for name in names], own
+        if not found:
+            return [], torch.zeros(0, self.samples())
+        order = list(dict.fromkeys(name for names, _ in found.values() for name in names))
+        return order, self._in_order({group: _rows(order, *own) for group, own in found.items()}, dim=1)
+
     def by_parameter(self) -> dict[str, Tensor]:
         """{name: (n,)}: squared norms of each parameter's part."""
         self._check()
@@ -78,6 +91,15 @@ class Norms(Reading):
 def in_rows(squares: Tensor) -> Tensor:
     """(…, n) as (rows, n), also where there is no sample."""
     return squares.view(squares.shape[:-1].numel(), squares.shape[-1])
+
+
+def _rows(order: list[str], names: list[str], squares: Tensor) -> Tensor:
+    """The rows of these names, in another order; zeros where a name is missing."""
+    if names == order:
+        return squares
+    rows = dict(zip(names, squares.unbind(), strict=True))
+    none = squares.new_zeros(squares.shape[1])
+    return torch.stack([rows.get(name, none) for name in order])
 
 
 def _apart(came: Sequence[tuple[Sequence[str], Tensor]]) -> Iterator[tuple[str, Tensor]]:

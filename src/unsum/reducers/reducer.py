@@ -129,12 +129,17 @@ class Reduction:
         if not self._sizes:
             raise SamplesError(f"{type(self).__name__}: no backward was seen, so there are no samples")
 
-    def _in_order(self, parts: dict[int, Tensor]) -> Tensor:
-        """(n, …): what each group has, in the order of the forwards; zeros where there is nothing."""
+    def _in_order(self, parts: dict[int, Tensor], dim: int = 0) -> Tensor:
+        """(n, …), or n at another dimension: what each group has, in the order of the forwards; zeros where there is
+        nothing."""
         like = next(iter(parts.values()))
         order = sorted(range(len(self._sizes)), key=lambda k: min(self._calls[k]))
-        found = [parts[k] if k in parts else like.new_zeros(self._sizes[k], *like.shape[1:]) for k in order]
-        return found[0] if len(found) == 1 else torch.cat(found)
+
+        def zeros(k: int) -> Tensor:
+            return like.new_zeros(*like.shape[:dim], self._sizes[k], *like.shape[dim + 1 :])
+
+        found = [parts[k] if k in parts else zeros(k) for k in order]
+        return found[0] if len(found) == 1 else torch.cat(found, dim)
 
 
 def _copied(value: Any, *, tensors: bool) -> Any:

@@ -24,8 +24,15 @@ is_view: Callable[[Tensor], bool] = Tensor._is_view
 
 add_to: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_add_  # each to each, in one call
 copy_to: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_  # type: ignore[assignment]
-norms_of: Callable[[Sequence[Tensor]], Sequence[Tensor]] = torch._foreach_norm  # type: ignore[assignment]
 _clone: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = getattr(torch, "_foreach_clone", None)  # not in 2.11
+
+
+def norms_of(tensors: Sequence[Tensor]) -> Tensor:
+    """(tensors,): their norms, in few launches; in float32 at least."""
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    if any(t.dtype != tensors[0].dtype or t.is_complex() for t in tensors):
+        return torch.stack([torch.linalg.vector_norm(t).to(tensors[0].device, torch.float64) for t in tensors])
+    return torch.stack(torch._foreach_norm(list(tensors), 2, wide))
 
 
 class _OnTensor:

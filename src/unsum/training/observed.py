@@ -19,6 +19,7 @@ from unsum.capture import capture
 from unsum.errors import UnsumError
 from unsum.flow.captured import Captured
 from unsum.gathered import Gradients
+from unsum.kernels import fused
 from unsum.reducers import Norms
 from unsum.seams.scaler import current_scale
 from unsum.seams.tensors import norms_of
@@ -125,10 +126,10 @@ class Division:
 
 @dataclass
 class Rows:
-    """A tensor that flowed: the norms of its rows (all dimensions but the last)."""
+    """A tensor that flowed: the squared norms of its rows (all dimensions but the last)."""
 
     shape: tuple[int, ...]
-    norms: Tensor
+    squares: Tensor
     microbatch: int
     site: str = ""
 
@@ -139,7 +140,8 @@ class Observed:
 
     losses: list[float] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)  # samples of each micro-batch
-    squares: dict[str, Tensor] = field(default_factory=dict)  # of each parameter: (n,)
+    names: list[str] = field(default_factory=list)  # of parameters
+    squares: Tensor = field(default_factory=lambda: torch.zeros(0, 0))  # (names, n): squared norms of each one's part
     grads: dict[str, float] = field(default_factory=dict)  # norms of the step's gradient
     weights: dict[str, float] = field(default_factory=dict)  # norms of parameters
     total: float = 0.0  # squared norm of the sum over all samples, of all ranks
@@ -147,6 +149,13 @@ class Observed:
     all_samples: int = 0
     rows: list[tuple[Rows, float, int]] = field(default_factory=list)  # with Σ of squares, and the first bad row or -1
     refused: str | None = None
+
+    def first_bad(self) -> tuple[str, int] | None:
+        """The first parameter with a sample whose gradient is not finite, and that sample."""
+        if not self.squares.numel() or math.isfinite(float(self.squares.sum())):
+            return None
+        name, sample = (~self.squares.isfinite()).nonzero()[0].tolist()
+        return self.names[name], sample
 
 
 class Observer:
@@ -164,7 +173,7 @@ class Observer:
         self._grad_norms: Tensor | None = None
         self._before: dict[str, Tensor] = {}  # gradients that were there
         self._capture = capture(
-            model, (_flows, "output"), (_flows, "grad_output"), reduce=self._row_norms, missing="ignore"
+            model, (_flows, "output"), (_has_parameters, "grad_output"), reduce=self._row_norms, missing="ignore"
         ) if flows and not _is_compiled(model) else None  # fmt: skip
 
     def __enter__(self) -> Gradients:
@@ -176,7 +185,7 @@ class Observer:
             self._block.__exit__(None, None, None)
             raise
         there = {name: p for name in self._found if (p := self._found.parameters[name]).grad is not None}
-        if there and float(torch.stack([_norm(p.grad) for p in there.values()]).sum()) != 0:  # type: ignore[arg-type]
+        if there and float(_norms([p.grad for p in there.values() if p.grad is not None]).sum()) != 0:
             self._before = {name: p.grad.clone() for name, p in there.items()}  # type: ignore[union-attr]
         return self._found
 
@@ -198,9 +207,9 @@ class Observer:
         if not tensor.is_floating_point() or tensor.layout != torch.strided or tensor.is_nested or not tensor.numel():
             norms = torch.zeros(1)
         else:
-            norms = _in_rows(tensor, torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+            norms = _in_rows(tensor)
             if norms.device.type == "cpu" and not math.isfinite(float(norms.sum())) and bool(tensor.isfinite().all()):
-                norms = _in_rows(tensor, torch.float64)  # squares of very large numbers
+                norms = _in_rows(tensor.double())  # squares of very large numbers
         self._rows.append(Rows(tuple(tensor.shape), norms, len(self._sizes)))
         return None
 
@@ -216,9 +225,7 @@ class Observer:
         self._sizes.append(self._norms.size_now() if self._block.refused is None else 0)
         grads = self._own_grads()
         if grads:
-            values = list(grads.values())
-            plain = all(g.layout == torch.strided for g in values) and len({g.device for g in values}) == 1
-            norms = torch.stack([n.double() for n in norms_of(values)] if plain else [_norm(g) for g in values])
+            norms = _norms(list(grads.values()))
             self._grad_norms = norms if scale is None else norms / scale
         self._grad_names = list(grads)
 
@@ -250,27 +257,25 @@ class Observer:
         got = [] if self._got is None else self._got.sites()
         for rows, site in zip(self._rows, got, strict=False):
             rows.site = site
-        squares = self._norms.by_parameter() if self._sizes and self._block.refused is None else {}
+        names, squares = self._norms.table() if sum(self._sizes) else ([], torch.zeros(0, 0))
         parameters = {name: self._found.parameters[name].detach() for name in self._found}
         parts: list[Tensor] = []
         parts += [loss.reshape(1) for loss in self._losses] + self._scales + [self._division.factor_now()]
-        matrix = torch.stack([own.double() for own in squares.values()]) if squares else torch.zeros(0, 0)
-        own = self._shares(matrix)
-        sums = torch.stack([own, torch.tensor(float(sum(self._sizes)), device=matrix.device)]).double()
+        sums = torch.stack([self._shares(squares), squares.new_full((), float(sum(self._sizes)))]).double()
         ranks = 1
         if averaging is not None:
             ranks = torch.distributed.get_world_size(averaging)
             device = next(iter(parameters.values())).device
             sums = sums.to(device)
             torch.distributed.all_reduce(sums, group=averaging)
-        parts += [matrix.reshape(-1), sums]
+        parts += [squares.reshape(-1), sums]
         grads = torch.zeros(0) if self._grad_norms is None else self._grad_norms
-        parts += [grads, torch.stack([_norm(p) for p in parameters.values()]) if parameters else torch.zeros(0)]
+        parts += [grads, _norms(list(parameters.values())) if parameters else torch.zeros(0)]
         shapes = _by_shape(self._rows)
         for numbers in shapes:
-            parts += list(_first_bad([self._rows[k].norms for k in numbers]))
+            parts += list(_first_bad([self._rows[k].squares for k in numbers]))
         copy = Copy([part.double().reshape(-1) for part in parts])
-        names, grad_names = list(squares), getattr(self, "_grad_names", [])
+        grad_names = getattr(self, "_grad_names", [])
         refused, all_rows, sizes, backwards = self._block.refused, self._rows, self._sizes, len(self._losses)
         divided = self._division.by_micro_batches and self._division.factor is None
         times = float(backwards) if divided else 1.0  # of the samples' gradients
@@ -282,9 +287,9 @@ class Observer:
             scales = [float(next(values)) for _ in range(backwards)]
             factor = times * float(next(values))
             flat = next(values) * times**2
-            found.squares = dict(zip(names, flat.view(len(names), -1).unbind(), strict=True)) if names else {}
-            squares, samples = next(values).tolist()
-            found.all_squares = squares * times**2
+            found.names, found.squares = names, flat.view(len(names), -1) if names else flat.view(0, 0)
+            sum_of_squares, samples = next(values).tolist()
+            found.all_squares = sum_of_squares * times**2
             found.all_samples = round(samples)
             norms = next(values)
             found.grads = dict(zip(grad_names, norms.tolist(), strict=False))
@@ -303,17 +308,23 @@ class Observer:
 
 def _flows(name: str, module: nn.Module) -> bool:
     """Whether a module's output is looked at: it has no modules inside, or parameters of its own."""
-    return next(module.children(), None) is None or next(module.parameters(recurse=False), None) is not None
+    return next(module.children(), None) is None or _has_parameters(name, module)
+
+
+def _has_parameters(name: str, module: nn.Module) -> bool:
+    """Whether the gradient at a module's output is looked at: it has parameters of its own."""
+    return next(module.parameters(recurse=False), None) is not None
 
 
 def _is_compiled(model: nn.Module) -> bool:
     return any(seams.is_compiled(module) for module in (model, *unwrapped(model).modules()))
 
 
-def _in_rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _in_rows(tensor: Tensor) -> Tensor:
+    """Squared norms of the rows of a tensor."""
     if tensor.dim() < 2:
-        return tensor.detach().abs().to(dtype).reshape(-1)
-    return torch.linalg.vector_norm(tensor.detach(), dim=-1, dtype=dtype)
+        return tensor.detach().reshape(-1).to(torch.promote_types(tensor.dtype, torch.float32)).square()
+    return fused.row_sq_norms(tensor.detach().flatten(0, -2))  # type: ignore[no-any-return]
 
 
 def _norm(tensor: Tensor) -> Tensor:
@@ -332,20 +343,26 @@ def distances(now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[s
     return {name: _norm(now[name].detach() - value) for name, value in before.items()}
 
 
+def _norms(tensors: list[Tensor]) -> Tensor:
+    """(tensors,): their norms."""
+    plain = all(t.layout == torch.strided for t in tensors) and len({t.device for t in tensors}) == 1
+    return norms_of(tensors) if plain else torch.stack([_norm(t).to(tensors[0].device) for t in tensors])
+
+
 def _by_shape(rows: Sequence[Rows]) -> list[list[int]]:
     """Which of them have rows of one shape, device and dtype."""
     found: dict[Any, list[int]] = {}
     for k, each in enumerate(rows):
-        found.setdefault((each.norms.shape, each.norms.device, each.norms.dtype), []).append(k)
+        found.setdefault((each.squares.shape, each.squares.device, each.squares.dtype), []).append(k)
     return list(found.values())
 
 
-def _first_bad(norms: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Σ of squares of each, and the first row that is not finite, or -1."""
-    stacked = torch.stack(list(norms)).flatten(1)
+def _first_bad(squares: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Σ of each, and the first row that is not finite, or -1."""
+    stacked = torch.stack(list(squares)).flatten(1)
     bad = ~stacked.isfinite()
     first = torch.where(bad.any(1), bad.int().argmax(1), -1)
-    return stacked.double().square().sum(1), first
+    return stacked.sum(1, dtype=torch.float64), first
 
 
 class Copy:

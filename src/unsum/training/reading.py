@@ -6,32 +6,27 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from unsum.samples import Dim, Samples
-from unsum.sites import Names
-from unsum.step.backward import Options
 from unsum.training.ids import Named
 from unsum.training.observed import Observed, Rows
 from unsum.training.outliers import Outliers
 from unsum.training.record import Layer, NonFinite, Record
 
 
-def record(model: nn.Module, seen: Observed, step: int, named: Named, outliers: Outliers, options: Options) -> Record:
+def record(seen: Observed, step: int, named: Named, outliers: Outliers, samples: Samples) -> Record:
     """The record of a step."""
     n = sum(seen.sizes)
     ids: list[int | str] = named.ids if len(named.ids) == n else list(range(n))
     found = Record(step, sum(seen.losses), ids=ids, refused=seen.refused, rank=rank())
     if seen.refused is None:
-        squares = list(seen.squares.values())
-        found.norms = torch.stack(squares).sum(0).sqrt() if squares else torch.zeros(n, dtype=torch.float64)
+        found.norms = seen.squares.sum(0).sqrt() if seen.names else torch.zeros(n, dtype=torch.float64)
         found.noise_scale = noise_scale(seen.all_squares, seen.total, seen.all_samples)
         found.outliers = [ids[row] for row in outliers(found.norms)]
         texts = dict(zip(named.ids, named.texts, strict=False))
         found.texts = {each: texts[each] for each in found.outliers if each in texts}
-    names = Names(model)
-    found.layers = _layers(names, seen)
-    found.nonfinite = _nonfinite(names, seen, found, options.samples)
+    found.layers = _layers(seen)
+    found.nonfinite = _nonfinite(seen, found, samples)
     return found
 
 
@@ -71,9 +66,10 @@ def _module_of(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-def _layers(names: Names, seen: Observed) -> dict[str, Layer]:
+def _layers(seen: Observed) -> dict[str, Layer]:
     found: dict[str, Layer] = {}
     own: dict[str, list[str]] = {}
+    by_name = dict(zip(seen.names, seen.squares.tolist(), strict=True)) if seen.names else {}
     for name in seen.weights:
         own.setdefault(_module_of(name), []).append(name)
     for name, parameters in own.items():
@@ -81,10 +77,11 @@ def _layers(names: Names, seen: Observed) -> dict[str, Layer]:
         layer.weight = math.hypot(*(seen.weights[each] for each in parameters))
         grads = [seen.grads[each] for each in parameters if each in seen.grads]
         layer.grad = math.hypot(*grads) if grads else None
-        squares = [seen.squares[each] for each in parameters if each in seen.squares]
-        if squares and len(squares[0]):
-            norms = torch.stack(squares).sum(0)
-            layer.norm, layer.largest = float(norms.mean().sqrt()), float(norms.max().sqrt())
+        squares = [
+            sum(column) for column in zip(*(by_name[each] for each in parameters if each in by_name), strict=True)
+        ]
+        if squares:
+            layer.norm, layer.largest = math.sqrt(sum(squares) / len(squares)), math.sqrt(_largest(squares))
     sums: dict[tuple[str, str], tuple[float, int]] = {}
     for rows, total, _ in seen.rows:
         where, _, kind = rows.site.rpartition(":")
@@ -97,30 +94,34 @@ def _layers(names: Names, seen: Observed) -> dict[str, Layer]:
     return found
 
 
-def _nonfinite(names: Names, seen: Observed, found: Record, samples: Samples) -> NonFinite | None:
+def _largest(values: list[float]) -> float:
+    """The largest; NaN if there is one."""
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+def _nonfinite(seen: Observed, found: Record, samples: Samples) -> NonFinite | None:
     """The first value that is not finite: in the forward, in the loss, in the backward, in a parameter's gradient."""
     bad = [(rows, row) for rows, _, row in seen.rows if row >= 0]
     forward = [each for each in bad if not each[0].site.rpartition(":")[2].startswith("grad")]
     losses = [k for k, loss in enumerate(seen.losses) if not math.isfinite(loss)]
     if forward:
-        return _at_rows(names, seen, found, samples, *forward[0])
-    rows = next(((name, int((~own.isfinite()).int().argmax())) for name, own in seen.squares.items()
-                 if not bool(own.isfinite().all())), None)  # fmt: skip
+        return _at_rows(seen, found, samples, *forward[0])
+    rows = seen.first_bad()
     sample = None if rows is None else found.ids[rows[1]]
     if losses:
         value = "nan" if math.isnan(seen.losses[losses[0]]) else "inf"
         parameter = None if rows is None else rows[0]
         return NonFinite("loss", value, sample, None, parameter, losses[0], found.rank)
     if bad:
-        return _at_rows(names, seen, found, samples, *bad[0])
+        return _at_rows(seen, found, samples, *bad[0])
     if rows is not None:
         name, row = rows
-        value = "nan" if bool(seen.squares[name][row].isnan()) else "inf"
+        value = "nan" if bool(seen.squares[seen.names.index(name), row].isnan()) else "inf"
         return NonFinite(f"{name}:grad", value, sample, None, name, _microbatch(seen.sizes, row), found.rank)
     return None
 
 
-def _at_rows(names: Names, seen: Observed, found: Record, samples: Samples, rows: Rows, row: int) -> NonFinite:
+def _at_rows(seen: Observed, found: Record, samples: Samples, rows: Rows, row: int) -> NonFinite:
     k = rows.microbatch
     n = seen.sizes[k] if k < len(seen.sizes) else 0
     owner, position = _place(rows.shape, row, samples, n)
@@ -128,9 +129,9 @@ def _at_rows(names: Names, seen: Observed, found: Record, samples: Samples, rows
     sample = None if owner is None else found.ids[first + owner] if first + owner < len(found.ids) else owner
     where = rows.site.rpartition(":")[0]
     parameter = next((name for name in seen.weights if _module_of(name) == where), None)
-    if parameter is None:
-        parameter = next((name for name, own in seen.squares.items() if not bool(own.isfinite().all())), None)
-    value = "nan" if bool(rows.norms.reshape(-1)[row].isnan()) else "inf"
+    if parameter is None and (bad := seen.first_bad()) is not None:
+        parameter = bad[0]
+    value = "nan" if bool(rows.squares.reshape(-1)[row].isnan()) else "inf"
     return NonFinite(rows.site, value, sample, position, parameter, k, found.rank)
 
 

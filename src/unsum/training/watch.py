@@ -190,7 +190,7 @@ class Watch:
         """The record of a step, waiting for its numbers."""
         if step.record is None:
             seen = step.packed.unpack()
-            step.record = reading.record(self._model, seen, step.number, step.named, self._outliers, self._options)
+            step.record = reading.record(seen, step.number, step.named, self._outliers, self._options.samples)
             step.record.seconds = step.seconds
             if step.record.refused is not None:
                 self._tell(step.record.refused, step.record.refused)
