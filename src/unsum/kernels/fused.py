@@ -238,9 +238,6 @@ token_sq_norms = offer(
 )  # fmt: skip
 token_sq_norms.__doc__ = "(rows,) twice: |a|²·|δ|² and |δ|², of a (rows, i) and δ (rows, o)."
 
-row_sq_norms = offer("row_sq_norms", "(Tensor x) -> Tensor", lambda make: (make(70, 600),), _has_rows, compiled="twin")
-row_sq_norms.__doc__ = "(rows,): |x|² of each row of x (rows, d)."
-
 normalised_token_sq_norms = offer(
     "normalised_token_sq_norms", "(Tensor delta, Tensor x, Tensor mean, Tensor rstd) -> (Tensor, Tensor)",
     lambda make: _norm(make, 70, 600), _has_rows, compiled="twin",

@@ -43,11 +43,6 @@ def _summed(delta: Tensor, normalised: Tensor) -> tuple[Tensor, Tensor]:
     return (delta * normalised.to(delta.dtype)).sum(1, dtype=dtype), delta.sum(1, dtype=dtype)
 
 
-def row_sq_norms(x: Tensor) -> Tensor:
-    """One reduction."""
-    return torch.linalg.vector_norm(x, dim=-1, dtype=wide(x.dtype)).square()
-
-
 def token_sq_norms(a: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """Pass by pass."""
     alone = _squares(delta)

@@ -19,7 +19,6 @@ from unsum.capture import capture
 from unsum.errors import UnsumError
 from unsum.flow.captured import Captured
 from unsum.gathered import Gradients
-from unsum.kernels import fused
 from unsum.reducers import Norms
 from unsum.seams.scaler import current_scale
 from unsum.seams.tensors import norms_of
@@ -324,7 +323,7 @@ def _in_rows(tensor: Tensor) -> Tensor:
     """Squared norms of the rows of a tensor."""
     if tensor.dim() < 2:
         return tensor.detach().reshape(-1).to(torch.promote_types(tensor.dtype, torch.float32)).square()
-    return fused.row_sq_norms(tensor.detach().flatten(0, -2))  # type: ignore[no-any-return]
+    return torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.promote_types(tensor.dtype, torch.float32)).square()
 
 
 def _norm(tensor: Tensor) -> Tensor:

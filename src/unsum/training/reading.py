@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from unsum.samples import Dim, Samples
 from unsum.training.ids import Named
@@ -67,21 +68,26 @@ def _module_of(parameter: str) -> str:
 
 
 def _layers(seen: Observed) -> dict[str, Layer]:
-    found: dict[str, Layer] = {}
-    own: dict[str, list[str]] = {}
-    by_name = dict(zip(seen.names, seen.squares.tolist(), strict=True)) if seen.names else {}
-    for name in seen.weights:
-        own.setdefault(_module_of(name), []).append(name)
-    for name, parameters in own.items():
-        layer = found[name] = Layer()
-        layer.weight = math.hypot(*(seen.weights[each] for each in parameters))
-        grads = [seen.grads[each] for each in parameters if each in seen.grads]
-        layer.grad = math.hypot(*grads) if grads else None
-        squares = [
-            sum(column) for column in zip(*(by_name[each] for each in parameters if each in by_name), strict=True)
-        ]
-        if squares:
-            layer.norm, layer.largest = math.sqrt(sum(squares) / len(squares)), math.sqrt(_largest(squares))
+    owners = {name: number for number, name in enumerate(dict.fromkeys(map(_module_of, seen.weights)))}
+    found = {name: Layer() for name in owners}
+
+    def put(kind: str, names: Sequence[str], values: Tensor) -> None:
+        """Add up the squares of each layer's parameters: (names,) or (names, n)."""
+        rows = torch.tensor([owners[_module_of(name)] for name in names])
+        sums = values.new_zeros(len(owners), *values.shape[1:]).index_add_(0, rows, values)
+        if values.dim() == 1:
+            for layer, value in zip(found.values(), sums.sqrt().tolist(), strict=True):
+                setattr(layer, kind, value)
+            return
+        means, largest = sums.mean(1).sqrt().tolist(), sums.amax(1).sqrt().tolist()
+        for layer, mean, most in zip(found.values(), means, largest, strict=True):
+            layer.norm, layer.largest = mean, most
+
+    for kind, norms in (("weight", seen.weights), ("grad", seen.grads)):
+        if norms:
+            put(kind, list(norms), torch.tensor(list(norms.values()), dtype=torch.float64).square())
+    if seen.squares.numel():
+        put("norm", seen.names, seen.squares)
     sums: dict[tuple[str, str], tuple[float, int]] = {}
     for rows, total, _ in seen.rows:
         where, _, kind = rows.site.rpartition(":")
@@ -92,11 +98,6 @@ def _layers(seen: Observed) -> dict[str, Layer]:
     for (where, kind), (total, count) in sums.items():
         setattr(found[where], kind, math.sqrt(total / count) if count and total >= 0 else None)
     return found
-
-
-def _largest(values: list[float]) -> float:
-    """The largest; NaN if there is one."""
-    return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 def _nonfinite(seen: Observed, found: Record, samples: Samples) -> NonFinite | None:

@@ -54,22 +54,6 @@ def token_sq_norms(a: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _row_sq_norms(x, found, count, d, step, rows: tl.constexpr, width: tl.constexpr):
-    here = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
-    inside = here < count
-    tl.store(found + here, _square(x, here, inside, step, d, rows, width), mask=inside)
-
-
-def row_sq_norms(x: Tensor) -> Tensor:
-    """|x|² of each row of x (rows, d)."""
-    count, d = x.shape
-    found = torch.empty(count, dtype=torch.float32, device=x.device)
-    tile = _tile(d)
-    launch(_row_sq_norms, (blocks_of(count, tile["rows"]), 1, 1), (x, found), (count, d, x.stride(0)), tile, 4)
-    return found
-
-
-@triton.jit
 def _normalised_token_sq_norms(
     delta, x, mean, rstd, scale, shift, count, d, delta_step, x_step, rows: tl.constexpr, width: tl.constexpr
 ):  # fmt: skip
