@@ -1,5 +1,6 @@
 """Sinks: what is written, that a sink which fails never stops training, and that nothing is lost."""
 
+import gc
 import importlib.util
 import json
 import math
@@ -42,7 +43,7 @@ class Failing:
     def __call__(self, record):
         self.calls += 1
         if self.is_broken:
-            raise self.error
+            raise type(self.error)(*self.error.args)  # a new one: an error holds the frames that it has passed
         self.taken.append(record.step)
 
 
@@ -200,8 +201,12 @@ def test_what_waits_is_bounded():
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=repr)
 def test_the_user_can_still_stop(error):
     sink = Failing(error)
+    sinks = Sinks(sink)
     with pytest.raises(type(error)):
-        Sinks(sink).send(record(0))
+        sinks.send(record(0))
+    sink.is_broken = False
+    sinks.send(record(1))
+    assert sink.taken == [0, 1]
 
 
 def test_flush_reaches_a_sink_that_has_one():
@@ -221,6 +226,33 @@ def test_flush_reaches_a_sink_that_has_one():
         model(torch.ones(2, 3)).sum().backward()
     watch.flush()
     assert held.flushed == 1 and len(held) == 1
+
+
+def test_a_sink_gets_what_waits_when_the_watch_is_let_go():
+    sink = Failing()
+    sinks = Sinks(sink)
+    with pytest.warns(UserWarning, match="no connection"):
+        sinks.send(record(0))
+    sink.is_broken = False
+    del sinks
+    gc.collect()
+    assert sink.taken == [0]
+
+
+AT_EXIT = """
+    import sys, torch, unsum
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = unsum.watch(model, to=sys.argv[1], optimizer=optimizer)
+    with watch:
+        model(torch.randn(4, 3)).sum().backward()
+"""
+
+
+def test_the_last_record_is_written_when_the_program_ends(tmp_path):
+    """Its update never comes, so that it is not complete until then."""
+    subprocess.run([sys.executable, "-c", textwrap.dedent(AT_EXIT), tmp_path / "run.jsonl"], timeout=120, check=True)
+    assert steps(tmp_path / "run.jsonl") == [0]
 
 
 # ---- wrong sinks -----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import time
 import warnings
 from collections import deque
@@ -53,6 +54,10 @@ class Sinks:
         """Try again what waits, and let each sink write what it holds back."""
         for outlet in self._outlets:
             outlet.flush()
+
+    def __del__(self) -> None:
+        if getattr(self, "_outlets", None) and sys.meta_path is not None:  # let go before the program's end
+            self.flush()
 
 
 class _Outlet:
