@@ -163,10 +163,10 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 @pytest.mark.xdist_group("browser")
-@pytest.mark.parametrize("wide", [1280, 375])
-def test_in_a_browser_nothing_is_asked_for_and_nothing_overflows(tmp_path, wide):
+@pytest.mark.parametrize(("wide", "layers"), [(1280, 3), (375, 40)])
+def test_in_a_browser_nothing_is_asked_for_and_nothing_overflows(tmp_path, wide, layers):
     api = pytest.importorskip("playwright.sync_api")
-    path = page.write(records(40, bad=20, layers=40), tmp_path / "run.html")
+    path = page.write(records(40, bad=20, layers=layers), tmp_path / "run.html")
     troubles = []
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])

@@ -19,9 +19,9 @@ from unsum.training.record import Layer, Record
 
 POINTS, COLUMNS, ROWS = 400, 100, 200  # drawn of a curve and of a map; rows of the table of outliers
 _RULE = (
-    "A sample stands out if its norm is above 3 times the median of the last samples' norms, and above the median by "
-    "5 standard deviations of their logarithms (estimated by the median distance); both numbers are options of "
-    "unsum.watch. A norm that is not finite always stands out."
+    "A sample stands out if its norm is above 3 times the median norm of the last samples (512, or window= of "
+    "unsum.watch), and above that median by 5 (threshold=) standard deviations of the norms' logarithms, estimated by "
+    "their median distance. A norm that is not finite always stands out."
 )
 
 
