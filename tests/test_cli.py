@@ -44,7 +44,7 @@ def swapped(): return squares, setup()[0], None
 def number(): return 3
 """
 
-COMMANDS = ("sites", "check", "draw", "report", "demo")
+COMMANDS = ("sites", "check", "draw", "report", "watch", "demo")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The command line: `unsum sites | check | draw | report | demo`."""
+"""The command line: `unsum sites | check | draw | report | watch | demo`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import io
 import json
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from typing import Any, TextIO
 from torch import Tensor
 
 import unsum
+from unsum.demo.page import has_colour
 from unsum.errors import OptionError, UnsumError
 from unsum.picture import Picture, place
 from unsum.place import writable
@@ -74,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_check(commands)
     _add_draw(commands)
     _add_report(commands)
+    _add_watch(commands)
     _add_demo(commands)
     return parser
 
@@ -188,6 +191,53 @@ def _report(arguments: argparse.Namespace) -> int:
     }  # fmt: skip
     _written(arguments, summary, str(made))
     return 3 if arguments.strict and (flags or ok is False) else 0
+
+
+# ---- watch -----------------------------------------------------------------------------------------------------------
+
+
+def _add_watch(commands: Any) -> None:
+    about = (
+        "show a training run that unsum.watch has recorded: loss, norms, noise scale, samples that stand out, layers"
+    )
+    example = "unsum watch run.jsonl --last 500 --html run.html"
+    parser = _command(commands, "watch", about, example, _watch, None)
+    parser.add_argument("path", metavar="run.jsonl", help='the file that unsum.watch(model, to="run.jsonl") writes')
+    parser.add_argument("--last", type=_count, metavar="N", help="only the last N records")
+    parser.add_argument("--html", metavar="FILE", help="write it as a page too")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number, 1 or more")
+    return int(text)
+
+
+def _watch(arguments: argparse.Namespace) -> None:
+    from unsum.training import page, saved, terminal
+
+    run = saved.read(arguments.path)
+    records = run.records[-arguments.last :] if arguments.last else run.records
+    for note in run.notes:
+        print(f"unsum: {run.path.name}: {note}", file=sys.stderr)
+    if arguments.html is not None:
+        page.write(records, arguments.html, title=run.path.stem)
+    if arguments.json:
+        return print(
+            _json({"path": str(run.path), "notes": run.notes, "html": arguments.html} | terminal.as_data(records))
+        )
+    width = shutil.get_terminal_size((100, 24)).columns
+    print(terminal.text(records, width=width, blocks=_has_blocks(), colour=has_colour(sys.stdout)))
+    return print(f"\npage: {arguments.html}") if arguments.html is not None else None
+
+
+def _has_blocks() -> bool:
+    """Whether standard output can show the letters of sparklines."""
+    try:
+        "▁█−×…∞".encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
 
 
 # ---- demo ------------------------------------------------------------------------------------------------------------

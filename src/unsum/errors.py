@@ -4,6 +4,7 @@ UnsumError
 ├── SiteError            a place that is not there, was never reached, or was changed underneath
 │   └── UnknownSite      … asked of what was captured (also a KeyError)
 ├── OptionError          an option that makes no sense (also a ValueError)
+│   └── NotInstalled     … a package that an option needs is absent (also an ImportError)
 ├── VerbError            a verb that does not fit the tensor it meets (also a ValueError)
 ├── SamplesError         which samples a position belongs to cannot be known
 ├── InteractionError     samples interact, so that a gradient per sample is not what it seems
@@ -40,6 +41,10 @@ class UnknownSite(SiteError, KeyError):
 
 class OptionError(UnsumError, ValueError):
     """An option that makes no sense."""
+
+
+class NotInstalled(OptionError, ImportError):
+    """A package that an option needs is absent; the message says how to install it."""
 
 
 class VerbError(UnsumError, ValueError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from html import escape
-from importlib import resources
 
 import torch
 from torch import nn
@@ -15,6 +14,7 @@ from unsum.report.charts import bars, brief, plain
 from unsum.report.data import BySample, Flag, Report
 from unsum.report.embed import embedded
 from unsum.report.flags import RULES
+from unsum.report.frame import document, inlined, scrolled, section, version
 from unsum.report.measure import DRAWN
 from unsum.report.tables import LISTED, check_table, chip, coverage_table, layers_table, losses_table, samples_table
 
@@ -42,26 +42,15 @@ def page(made: Report, model: nn.Module) -> str:
         _coverage(made), _check(made), _rules(),
     ]  # fmt: skip
     data = json.dumps(plain(embedded(made)), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
-        f"<title>{escape(made.title)}: report</title>\n<style>\n{_file('page.css')}</style>\n</head>\n<body>\n"
-        f'<a class="skip" href="#main">To the findings</a>\n{_header(made, model)}\n<main id="main">\n'
-        f"{''.join(sections)}</main>\n"
-        # A text may hold what ends a script; in JSON `<` can be written otherwise.
+    # A text may hold what ends a script; in JSON `<` can be written otherwise.
+    scripts = (
         f'<script type="application/json" id="data">{data.replace("<", chr(92) + "u003c")}</script>\n'
-        f"<script>\n{_file('page.js')}</script>\n</body>\n</html>\n"
+        f"<script>\n{inlined('page.js')}</script>\n"
     )
-
-
-def _file(name: str) -> str:
-    return resources.files("unsum.report").joinpath(name).read_text(encoding="utf-8")
+    return document(f"{made.title}: report", _header(made, model), "".join(sections), scripts=scripts)
 
 
 def _header(made: Report, model: nn.Module) -> str:
-    from unsum import __version__
-
     parameters = sum(p.numel() for p in model.parameters())
     losses = made.losses.double()
     facts = {
@@ -74,16 +63,8 @@ def _header(made: Report, model: nn.Module) -> str:
     items = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts.items())
     return (
         f"<header><h1>{escape(made.title)}</h1><dl>{items}</dl>"
-        f'<p class="small">unsum {__version__}, torch {torch.__version__}, model in '
+        f'<p class="small">unsum {version()}, torch {torch.__version__}, model in '
         f"{'training' if model.training else 'evaluation'} mode</p></header>"
-    )
-
-
-def _section(key: str, title: str, body: str, *, lead: str = "", is_open: bool = True) -> str:
-    lead = f'<p class="lead">{lead}</p>' if lead else ""
-    return (
-        f'<details class="section" id="{key}"{" open" if is_open else ""}><summary><h2>{escape(title)}</h2></summary>'
-        f"{lead}{body}</details>\n"
     )
 
 
@@ -92,16 +73,12 @@ def _absent(made: Report, name: str) -> str:
     return f'<p class="absent">Not here: {escape(made.missing.get(name, "nothing was found"))}</p>'
 
 
-def _scrolled(inside: str, label: str) -> str:
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">{inside}</div>'
-
-
 def _findings(made: Report) -> str:
     by_kind: dict[str, list[Flag]] = {}
     for flag in made.flags:
         by_kind.setdefault(flag.kind, []).append(flag)
     if not by_kind:
-        return _section("findings", "What to look at", '<p class="calm">Nothing stands out in this batch.</p>')
+        return section("findings", "What to look at", '<p class="calm">Nothing stands out in this batch.</p>')
     at = {layer.name: k for k, layer in enumerate(made.layers)}
     items = []
     for kind, title in _TITLES.items():
@@ -114,7 +91,7 @@ def _findings(made: Report) -> str:
                 f'<details class="finding"{is_open}><summary>{chip(kind)}<b>{title}</b><span class="count">{len(flags)}'
                 f'</span></summary><ul>{lines}{more}</ul><p class="small">{escape(RULES[kind])}</p></details>'
             )
-    return _section("findings", "What to look at", "".join(items))
+    return section("findings", "What to look at", "".join(items))
 
 
 def _where(flag: Flag, at: dict[str, int]) -> str:
@@ -133,7 +110,7 @@ def _picture(made: Report) -> str:
         f"srcdoc='{inside}'></iframe></details>"
     )
     lead = "The graph that the backward walks, from the sum of the losses to the parameters."
-    return _section("picture", "The picture", body if made.picture else _absent(made, "picture"), lead=lead)
+    return section("picture", "The picture", body if made.picture else _absent(made, "picture"), lead=lead)
 
 
 def _layers(made: Report) -> str:
@@ -146,10 +123,10 @@ def _layers(made: Report) -> str:
         "only</label>"
         '<output id="layer-count" aria-live="polite"></output></div>'
     )
-    table = _scrolled(layers_table(made.layers, type_name(made)), "Statistics of each layer")
+    table = scrolled(layers_table(made.layers, type_name(made)), "Statistics of each layer")
     note = _absent(made, "gradients") if "gradients" in made.missing else ""
     lead = "In the order of the calls. A heading sorts; a histogram runs from the smallest value to the largest."
-    return _section("layers", "Layers", tools + note + table, lead=lead)
+    return section("layers", "Layers", tools + note + table, lead=lead)
 
 
 def type_name(made: Report) -> str:
@@ -161,8 +138,8 @@ def type_name(made: Report) -> str:
 def _samples(made: Report) -> str:
     each = made.samples
     if each is None:
-        losses = _scrolled(losses_table(made.losses.double().tolist()), "Loss of each sample")
-        return _section("samples", "Samples", _absent(made, "gradients by sample") + losses)
+        losses = scrolled(losses_table(made.losses.double().tolist()), "Loss of each sample")
+        return section("samples", "Samples", _absent(made, "gradients by sample") + losses)
     picker = (
         '<div class="tools"><label>Sample <select id="picker"><option value="">none picked</option></select></label>'
         '<button type="button" id="before" aria-label="Previous sample">←</button>'
@@ -176,11 +153,11 @@ def _samples(made: Report) -> str:
         f'<span class="axis">sample {each.ids[0]}</span><span class="axis end">{each.ids[-1]}</span></div>'
     )
     note = f"<p class=small>The {LISTED} largest of {len(each.ids):,}.</p>" if len(each.ids) > LISTED else ""
-    table = _scrolled(
+    table = scrolled(
         samples_table(each, made.losses.double().tolist(), made.labels), "Loss and gradient norm of each sample"
     )
     lead = "The norm of each sample's gradient over all parameters. Pick a sample, here or in any picture below."
-    return _section("samples", "Samples", _interacting(each) + chart + picker + note + table, lead=lead)
+    return section("samples", "Samples", _interacting(each) + chart + picker + note + table, lead=lead)
 
 
 def _interacting(each: BySample) -> str:
@@ -209,7 +186,7 @@ def _tokens(made: Report) -> str:
         '<span class="legend warm"><span id="token-least"></span><i></i><span id="token-most"></span></span>'
         '<output id="token-note"></output></div><div id="token-map"></div>'
     )
-    return _section("tokens", "Tokens", body, lead=lead)
+    return section("tokens", "Tokens", body, lead=lead)
 
 
 def _on(made: Report) -> str:
@@ -238,30 +215,30 @@ def _similarity(made: Report) -> str:
         '<output id="cell" aria-live="polite"></output></div>'
     )
     lead = f"Cosines between the gradients of samples; {escape(each.similarity.how)}.{some}"
-    return _section("similarity", "Similarity", body, lead=lead)
+    return section("similarity", "Similarity", body, lead=lead)
 
 
 def _coverage(made: Report) -> str:
     each = made.samples
     if each is None:
-        return _section("coverage", "Coverage", _absent(made, "gradients by sample"), is_open=False)
-    table = _scrolled(coverage_table(each.coverage), "Where each parameter met data")
+        return section("coverage", "Coverage", _absent(made, "gradients by sample"), is_open=False)
+    table = scrolled(coverage_table(each.coverage), "Where each parameter met data")
     lead = f"Where each parameter met data, and how its gradients by sample were obtained; {escape(each.ruled)}."
-    return _section("coverage", "Coverage", table, lead=lead, is_open=False)
+    return section("coverage", "Coverage", table, lead=lead, is_open=False)
 
 
 def _check(made: Report) -> str:
     checked = made.check
     if checked is None:
-        return _section("check", "Check", _absent(made, "check"), is_open=False)
+        return section("check", "Check", _absent(made, "check"), is_open=False)
     verdict = (
         "every gradient by sample is that of plain autograd" if checked.ok else "not everything is as it should be"
     )
     lead = f"{chip('ok' if checked.ok else 'wrong')} {verdict} (tolerance {brief(checked.tolerance)})."
     why = interaction_told(checked.interacting) if checked.interacting else ""
     note = f'<p class="absent">{escape(why[:1].upper() + why[1:])}</p>' if why else ""
-    table = _scrolled(check_table(checked), "Gradients by sample against plain autograd")
-    return _section("check", "Check", note + table, lead=lead, is_open=not checked.ok)
+    table = scrolled(check_table(checked), "Gradients by sample against plain autograd")
+    return section("check", "Check", note + table, lead=lead, is_open=not checked.ok)
 
 
 def _rules() -> str:
@@ -272,4 +249,4 @@ def _rules() -> str:
         "losses were summed before the backward, so that a sample's gradient is that of its own loss. A histogram "
         f"counts {DRAWN:,} values at most, taken evenly.</p>"
     )
-    return _section("rules", "What the flags mean", f'<dl class="rules">{items}</dl>{more}', is_open=False)
+    return section("rules", "What the flags mean", f'<dl class="rules">{items}</dl>{more}', is_open=False)

@@ -72,7 +72,7 @@ class Record:
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         found["norms"] = None if self.norms is None else self.norms.tolist()
         found["nonfinite"] = None if self.nonfinite is None else asdict(self.nonfinite)
-        found["layers"] = {name: asdict(layer) for name, layer in self.layers.items()}
+        found["layers"] = {name: dict(vars(layer)) for name, layer in self.layers.items()}
         found["texts"] = {str(key): text for key, text in self.texts.items()}
         return _plain(found)  # type: ignore[no-any-return]
 
@@ -103,7 +103,7 @@ class Record:
             found |= {"norm/median": float(self.norms.median()), "norm/largest": float(self.norms.max())}
             found["outliers"] = float(len(self.outliers))
         for name, layer in self.layers.items():
-            found |= {f"layer/{name or 'model'}/{key}": value for key, value in asdict(layer).items()}
+            found |= {f"layer/{name or 'model'}/{key}": value for key, value in vars(layer).items()}
         return {name: float(value) for name, value in found.items() if value is not None}
 
     def __str__(self) -> str:

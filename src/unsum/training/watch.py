@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -84,6 +85,7 @@ class Watch:
         self._opened: tuple[Opened[Any], Observer] | None = None
         self._number, self._ended = -1, 0.0
         self._told: set[str] = set()
+        atexit.register(_weakly(self.flush))  # records whose numbers are on their way when the program ends
         self.group: Any = None  # the processes that average this model's gradients, where a trainer says so
         self._optimizer: Any = None
         self._weights: dict[str, Tensor] = {}  # before the optimizer's step
