@@ -189,11 +189,14 @@ def test_lightning(tmp_path: Any) -> None:
             torch.testing.assert_close(record.norms, norms_of(each), rtol=1e-3, atol=0)
             assert record.ids == [d["id"] for d in own]
         log.save()
-        assert "unsum/norm/median" in (tmp_path / "lightning_logs" / f"version_{log.version}" / "metrics.csv").read_text()
+        assert (
+            "unsum/norm/median" in (tmp_path / "lightning_logs" / f"version_{log.version}" / "metrics.csv").read_text()
+        )
 
 
 def test_accelerates_own_loop(tmp_path: Any) -> None:
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # of the trainers in other tests
     torch.manual_seed(0)
     data = [(torch.randn(5), torch.randint(3, ())) for _ in range(16)]
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)

@@ -41,7 +41,7 @@ class Watch(Callback):
         self._options = options
         self.watch: training.Watch | None = None
         self._is_open = False
-        training.watch(nn.Linear(1, 1), **{**options, "to": None})  # a wrong option shows here
+        training.watch(nn.Linear(1, 1), **options)  # a wrong option shows here
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Training begins."""

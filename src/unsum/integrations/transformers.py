@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class Watch(TrainerCallback):
         self._updates = bool(options.pop("optimizer", False))
         self._options = options
         self.watch: training.Watch | None = None
-        training.watch(nn.Linear(1, 1), **{**options, "to": None})  # a wrong option shows here
+        training.watch(nn.Linear(1, 1), **options)  # a wrong option shows here
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Training begins."""
@@ -57,7 +58,7 @@ class Watch(TrainerCallback):
             self.watch.group = torch.distributed.group.WORLD
             ranks = torch.distributed.get_world_size() if args.average_tokens_across_devices else 1
         division.times, division.by_micro_batches = 1 / ranks, True
-        _put_first(self, sys._getframe(1))
+        _put_first(self, inspect.currentframe())
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A step begins: its micro-batches come."""
@@ -99,10 +100,10 @@ def _number_of_items(kwargs: Mapping[str, Any]) -> Any:
     return kwargs.get("num_items_in_batch")
 
 
-def _put_first(callback: Watch, caller: Any) -> None:
+def _put_first(callback: Watch, frame: FrameType | None) -> None:
     """Put the callback before those that write logs, so that what it adds to them is written: the Trainer calls them in
     the order of a list, which only its handler, our caller, holds."""
-    handler = caller.f_locals.get("self")
+    handler: Any = None if frame is None or frame.f_back is None else frame.f_back.f_locals.get("self")
     known = getattr(handler, "callbacks", None)
     if isinstance(known, list) and callback in known:
         handler.callbacks = [callback, *(other for other in known if other is not callback)]

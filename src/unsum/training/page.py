@@ -19,9 +19,9 @@ from unsum.training.record import Layer, Record
 
 POINTS, COLUMNS, ROWS = 400, 100, 200  # drawn of a curve and of a map; rows of the table of outliers
 _RULE = (
-    "A sample stands out if its norm is above 3 times the median norm of the last samples (512, or window= of "
-    "unsum.watch), and above that median by 5 (threshold=) standard deviations of the norms' logarithms, estimated by "
-    "their median distance. A norm that is not finite always stands out."
+    "A sample stands out if its norm is above 3 times the median norm of its step (of the last 32 samples where a step "
+    "has fewer), and above that median by 5 (threshold=) standard deviations of the norms' logarithms, estimated by "
+    "their median distance over the last 512 samples (window=). A norm that is not finite always stands out."
 )
 
 
