@@ -1,4 +1,4 @@
-"""Callbacks for the Hugging Face Trainer and for Lightning, and accelerate's own loop: records against plain autograd."""
+"""Callbacks for the Hugging Face Trainer and Lightning, and accelerate's own loop: records against plain autograd."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from one_by_one import norms_of
 from reference import per_sample_gradients
 from torch import Tensor, nn
 
 import unsum
+from one_by_one import norms_of
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
