@@ -6,8 +6,8 @@ from reference import per_sample_gradients
 from torch import nn
 
 from one_by_one import norms_of, squares, step
+from small_nets import D
 
-D = 5
 WAYS = pytest.mark.parametrize("kind", ["kept", "norms"])
 
 
@@ -15,11 +15,6 @@ def both(model, run, each, **options):
     """Kept and by norms, twice."""
     for kind in ("kept", "norms") * 2:
         step(model, run, each, kind, **options)
-
-
-def mlp(*between):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(D, 6), *between, nn.Tanh(), nn.Linear(6, 4)).double()
 
 
 class Last(nn.Module):

@@ -7,8 +7,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import unsum
-from changing_nets import WAYS, D, Moody, centred, mlp, moody
+from changing_nets import WAYS, Moody, centred, moody
 from one_by_one import assert_same, random, squares, step
+from small_nets import D, mlp
 from unsum.errors import InteractionError
 
 

@@ -10,8 +10,9 @@ from torch.nn import functional as F
 from torch.nn.utils import rnn
 
 import unsum
-from changing_nets import ENDS, WAYS, D, Last, mlp
+from changing_nets import ENDS, WAYS, Last
 from one_by_one import random, squares, step
+from small_nets import D, gpt2, mlp
 from unsum.errors import InteractionError
 
 SHAPES = [(1, 1), (4, 6), (4, 6), (6, 4), (3, 3), (3, 3), (5, 2), (2, 7), (4, 6), (1, 5)]  # rows, positions
@@ -53,13 +54,6 @@ class Recurrent(nn.Module):
     def forward(self, x, lengths):
         packed = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
         return self.head(rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0])
-
-
-def gpt2():
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=20, n_positions=16)
-    config.pad_token_id = config.bos_token_id = config.eos_token_id = 0
-    return transformers.GPT2LMHeadModel(config).eval()
 
 
 def lengths_up_to(n, t):

@@ -6,8 +6,9 @@ from reference import per_sample_gradients
 from torch.nn import functional as F
 
 import unsum
-from changing_nets import ENDS, D, centred, mlp, moody, token_norms
+from changing_nets import ENDS, centred, moody, token_norms
 from one_by_one import assert_same, norms_of, random, same, squares
+from small_nets import D, mlp
 from unsum.errors import UnsumError
 
 

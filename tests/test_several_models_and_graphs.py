@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import unsum
-from changing_nets import WAYS, D, Last, both, mlp, token_norms
+from changing_nets import WAYS, Last, both, token_norms
 from one_by_one import assert_same, random, same, squares, step
+from small_nets import D, mlp
 from unsum.errors import InteractionError
 
 
