@@ -1,10 +1,25 @@
 """Fixtures that several files of tests use."""
 
 import contextlib
+import gc
 import logging
 
 import pytest
 import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _thawed_at_the_end():
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_objects_to_collect(_thawed_at_the_end):
+    """Before the first test of each file, leave all that is there out of garbage collection: imported modules would be
+    most of the work of every test that collects or counts objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
