@@ -197,6 +197,21 @@ def scalar(model, x):
     return out.reshape(len(out), -1).square().sum() / N
 
 
+def made(make, x):
+    """A function that makes the same model in float64 again and again, with its batch: what `laws` takes."""
+
+    def again():
+        torch.manual_seed(0)
+        return make().double(), x
+
+    return again
+
+
+def deep(layer, between=nn.Tanh, depth=3):
+    """A function that makes several layers of one shape, one after the other."""
+    return lambda: nn.Sequential(*(part for _ in range(depth) for part in (layer(), between())))
+
+
 def truth_of(model, x, run=scalar):
     """{parameter: (n, *shape)}: each sample of `x` run alone; `run(model, x)` is a scalar."""
     return per_sample_gradients(model, run, x)

@@ -1,11 +1,12 @@
 """What blocks find, compared with gradients that were computed one sample at a time (`reference.py`). `each` is that
 truth, {parameter: (n, *shape)}; tolerances are shares of its largest sample's norm."""
 
+import pytest
 import torch
 from reference import each_of, per_sample_gradients
 
 import unsum
-from unsum.errors import UnsumError
+from unsum.errors import InteractionError, UnsumError
 
 TWICE_EACH_WAY = ("kept", "kept", "norms", "norms")  # learnt, and again
 
@@ -116,3 +117,12 @@ def right_or_refused(model, run, each, *, tolerance=1e-9, **options):
         except UnsumError:
             right = False
     return right
+
+
+def assert_refused(model, loss, *batch):
+    """Blocks of both kinds say that samples interact, twice each; `loss(model, *batch)` is the loss of the batch."""
+    for _ in range(2):
+        for reducers in ((), (unsum.Norms(),)):
+            with pytest.raises(InteractionError):
+                with unsum.gradients(model, *reducers):
+                    loss(model, *batch).backward()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import unsum
-from test_report import IDS, Sequences, next_token
+from report_nets import IDS, Sequences, next_token
 
 api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: no browser to try the page in")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -1,5 +1,4 @@
-"""Exact on timm's families: every parameter, every sample, in float64. torchvision, which timm imports for its data
-loading, has no build for the CPU alone everywhere: names stand in for it where it is missing."""
+"""Exact on timm's families: every parameter, every sample, in float64. The models are those of `batches.py`."""
 
 import importlib.util
 import re
@@ -8,12 +7,11 @@ import pytest
 import torch
 from reference import each_of
 
-import torchvision_names
 import unsum
-from batches import TIMM
+from batches import TIMM, suite
 from reads import assert_reads, assert_reducers
 
-N = 3
+N, SUITE = 3, suite()
 CONVOLUTIONAL = (
     "resnet",
     "mobilenet",
@@ -28,33 +26,12 @@ CONVOLUTIONAL = (
 )
 
 
-@pytest.fixture(scope="module")
-def timm():
-    if importlib.util.find_spec("timm") is None:
-        pytest.skip("timm is not installed (pip install --no-deps timm pillow)")
-    if importlib.util.find_spec("torchvision") is None:
-        torchvision_names.install()
-    return pytest.importorskip("timm", reason="timm cannot be imported")
-
-
-def build(timm, name):
-    for options in ({"img_size": 64, "depth": 2}, {"img_size": 64}, {}):
-        try:
-            torch.manual_seed(0)
-            model = timm.create_model(name, num_classes=7, **options).double().eval()
-        except TypeError:
-            continue
-        for p in model.parameters():  # what begins at zero would hide all that comes before it
-            if p.abs().max() < 1e-4:
-                torch.nn.init.normal_(p, std=0.1)
-        return model
-    raise AssertionError(name)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TIMM)
-def test_every_parameter_of_every_sample(timm, name):
-    model = build(timm, name)
+def test_every_parameter_of_every_sample(name):
+    if importlib.util.find_spec("timm") is None:
+        pytest.skip("timm is not installed (pip install --no-deps timm pillow)")
+    model = SUITE[f"timm/{name}"].model().double()
     for size in (64, 224):
         x = torch.randn(N, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         try:

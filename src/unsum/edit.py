@@ -84,7 +84,7 @@ class Edit:
         self._fired: set[int] = set()
         self._parts: set[tuple[str, int]] = set()
         self._checkpoints: WeakSet[Any] = WeakSet()  # those with an edit inside
-        self._tripwires: list[_Tripwire] = []
+        self._tripwires: WeakSet[_Tripwire] = WeakSet()  # graphs hold them: a step's go with its graph
         self._states: WeakKeyDictionary[Any, dict[Any, Tensor]] = WeakKeyDictionary()
         flow.open()
         self._flow, self.acted = flow, flow.acted
@@ -155,7 +155,7 @@ class Edit:
             seams.on_gradient(edited, tripwire)
         elif isinstance(call.regions[0], Function):
             seams.on_node(call.regions[0], tripwire)
-        self._tripwires.append(tripwire)
+        self._tripwires.add(tripwire)
 
 
 def _listed(site: str, change: Change | Sequence[Change]) -> list[Change]:

@@ -149,6 +149,7 @@ class Tapping:
         record = memory.records.get(what) or Record(compiled_with_taps(module), known, reuses_memory(module))
         output = self._run(record, key.rest, inner, args, kwargs, look, memory.patterns.get(key, []))
         memory.records[what] = record
+        log.debug("unsum: the compiled model ran compiled: %d samples", look.n)
         return output
 
     def _has_no_forms(self) -> bool:

@@ -1,0 +1,202 @@
+"""Compiled models that run eagerly and say so, and uses of their outputs that are refused."""
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from reference import per_sample_gradients
+from torch import nn
+
+import unsum
+from compiled_nets import Attention, assert_norms, build, ids, loss, norms_of
+from unsum.compiled import tapping
+from unsum.errors import InteractionError, SamplesError, UnsupportedError
+
+# ---- what runs eagerly, and says so ---------------------------------------------------------------------------------
+
+
+def messages(caplog):
+    return " ".join(record.getMessage() for record in caplog.records)
+
+
+class NoRule(nn.Module):
+    """A weight in an operation for which there is no rule."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.scale = nn.Linear(6, 4), nn.Parameter(torch.rand(4))
+
+    def forward(self, x):
+        return torch.atan2(self.first(x), self.scale)
+
+
+def test_without_a_rule_it_runs_eagerly(compiled_calls, caplog):
+    model = NoRule().double()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    for _ in range(4):
+        assert_norms(norms_of(model, compiled, x), per_sample_gradients(model, loss, x))
+    assert not compiled_calls and "Atan2Backward0" in messages(caplog) and "eagerly" in messages(caplog)
+
+
+def test_factors_and_functions_of_norms_run_eagerly(compiled_calls):
+    model, compiled, batch = build("attention")
+    x = batch(4)
+    truth = per_sample_gradients(model, loss, x)
+    for _ in range(3):
+        with unsum.gradients(compiled) as g:
+            loss(compiled, x).backward()
+        torch.testing.assert_close(g["gate"].per_sample(), truth["gate"])
+        clipped = unsum.WeightedSum(lambda norms: (1 / norms).clamp_max(1))
+        with unsum.gradients(compiled, clipped):
+            loss(compiled, x).backward()
+        norms = torch.stack([each.flatten(1).square().sum(1) for each in truth.values()]).sum(0).sqrt()
+        w = (1 / norms).clamp_max(1)
+        torch.testing.assert_close(clipped.sum()["gate"], torch.einsum("n,nd->d", w, truth["gate"]))
+    assert not compiled_calls
+
+
+class Breaks(Attention):
+    def forward(self, ids):
+        torch._dynamo.graph_break()
+        return super().forward(ids)
+
+
+def test_a_graph_break_is_no_error(compiled_calls, caplog):
+    model = Breaks().double()
+    compiled = torch.compile(model, backend="aot_eager")
+    for k in range(4):
+        x = ids(3, seed=k)
+        assert_norms(norms_of(model, compiled, x), per_sample_gradients(model, loss, x))
+    assert not compiled_calls and "eagerly" in messages(caplog)
+
+
+class Rolls(nn.Module):
+    """Samples change places, or not."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift, self.first, self.last = 0, nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(self.first(x).tanh().roll(self.shift, 0))
+
+
+def test_an_attribute_that_moves_samples_is_not_overlooked(compiled_calls):
+    """With a roll, sample n of the output is another sample's input."""
+    model = Rolls().double()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    for shift in (0, 0, 0, 1, 1, 1, 0):
+        model.shift = shift
+        if shift:
+            with pytest.raises(SamplesError, match="samples of the loss"):
+                norms_of(model, compiled, x)
+        else:
+            assert_norms(norms_of(model, compiled, x), per_sample_gradients(model, loss, x))
+    assert compiled_calls
+
+
+def test_modes_are_learnt_apart(compiled_calls):
+    """A batch norm that trains makes samples interact, compiled or not."""
+    model, compiled, batch = build("images")
+    x = batch(4)
+    for _ in range(3):
+        norms_of(model, compiled, x)
+    assert len(compiled_calls) == 1
+    model.train()
+    with pytest.raises(InteractionError, match="interact"):
+        norms_of(model, compiled, x)
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 3)
+
+    def forward(self, x):
+        h = self.body(x).tanh()
+        return self.one(h), self.other(h)
+
+
+def two_heads(compiled_calls):
+    model = TwoHeads().double()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    for _ in range(3):
+        with unsum.gradients(compiled, unsum.Norms()) as g:
+            compiled(x)[0].square().sum().backward()
+    truth = per_sample_gradients(model, lambda m, x: m(x)[0].square().sum(), x)
+    assert_norms(g[unsum.Norms], truth)
+    assert len(compiled_calls) == 1
+    return model, compiled, x
+
+
+def test_an_output_that_was_not_used_before_is_refused(compiled_calls):
+    model, compiled, x = two_heads(compiled_calls)
+    model.zero_grad()
+    with pytest.raises(UnsupportedError, match="output of the compiled model"):
+        with unsum.gradients(compiled, unsum.Norms()):
+            one, other = compiled(x)
+            (one.square().sum() + other.square().sum()).backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_after_a_refusal_it_runs_eagerly(compiled_calls):
+    model, compiled, x = two_heads(compiled_calls)
+    both = lambda model, x: sum(out.square().sum() for out in model(x))
+    with pytest.raises(UnsupportedError), unsum.gradients(compiled, unsum.Norms()):
+        both(compiled, x).backward()
+    for _ in range(3):
+        with unsum.gradients(compiled, unsum.Norms()) as g:
+            both(compiled, x).backward()
+        assert_norms(g[unsum.Norms], per_sample_gradients(model, both, x))
+    assert len(compiled_calls) == 2
+
+
+def test_a_parameter_beside_the_model_is_refused(compiled_calls):
+    model, compiled, x = two_heads(compiled_calls)
+    model.zero_grad()
+    with pytest.raises(UnsupportedError, match=r"body\.weight.*compiled"):
+        with unsum.gradients(compiled, unsum.Norms()):
+            (compiled(x)[0].square().sum() + model.body.weight.square().sum()).backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_two_calls_in_one_backward_are_refused(compiled_calls):
+    _, compiled, x = two_heads(compiled_calls)
+    with pytest.raises(UnsupportedError, match="several calls of a compiled model"):
+        with unsum.gradients(compiled, unsum.Norms()):
+            (compiled(x)[0].sum() + compiled(x)[0].square().sum()).backward()
+
+
+def test_marked_samples_are_refused_where_they_were_not_learnt(compiled_calls):
+    _, compiled, x = two_heads(compiled_calls)
+    with pytest.raises(UnsupportedError, match="compiled"):
+        with unsum.gradients(compiled, unsum.Norms()):
+            unsum.mark_samples(compiled(x)[0].square().sum(1)).sum().backward()
+
+
+def test_a_tap_that_got_nothing_is_an_error(compiled_calls, monkeypatch):
+    _, compiled, x = two_heads(compiled_calls)
+    monkeypatch.setattr(tapping.Tapping, "_came", lambda self, tapped, results: None)
+    norms = unsum.Norms()
+    with pytest.raises(UnsupportedError, match="nothing in the tap"):
+        with unsum.gradients(compiled, norms):
+            compiled(x)[0].square().sum().backward()
+    with pytest.raises(SamplesError, match="no backward"):
+        norms.norms()
+
+
+def test_a_failing_backward_is_taken_back(compiled_calls):
+    _, compiled, x = two_heads(compiled_calls)
+    norms = unsum.Norms()
+    with unsum.gradients(compiled, norms):
+        out = compiled(x)[0].square()
+        out.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            out.sum().backward()
+        compiled(x)[0].square().sum().backward()
+    assert norms.norms().shape == (5,)

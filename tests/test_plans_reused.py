@@ -1,0 +1,181 @@
+"""A graph is learnt once and its plan is used again, in batches of other sizes and orders, and is never stale."""
+
+import gc
+
+import pytest
+import torch
+from reference import per_sample_gradients
+from torch import nn
+from torch.nn import functional as F
+
+import unsum
+from nets import SEQUENCES, Adapted, D, Experts, N, T, mlp, scalar
+from unsum.errors import InteractionError
+from unsum.graph import codes
+
+
+def test_a_layout_is_learnt_once(learnt):
+    model = mlp()
+    for step in range(4):
+        x = torch.randn(N + step % 2, T, D, dtype=torch.float64)
+        truth = per_sample_gradients(model, scalar, x)
+        with unsum.gradients(model) as g:
+            scalar(model, x).backward()
+        for name, wanted in truth.items():
+            torch.testing.assert_close(g[name].per_sample(), wanted)
+        with torch.no_grad():
+            for p in model.parameters():
+                p += 0.1 * torch.randn_like(p)
+    assert len(learnt) == 1  # whatever the size of the batch
+    model.load_state_dict({k: torch.randn_like(v) for k, v in model.state_dict().items()}, assign=True)
+    for p in model.parameters():
+        p.requires_grad_()
+    truth = per_sample_gradients(model, scalar, SEQUENCES)
+    with unsum.gradients(model) as g:
+        scalar(model, SEQUENCES).backward()
+    for name, wanted in truth.items():
+        torch.testing.assert_close(g[name].per_sample(), wanted)
+    model[0].weight.requires_grad_(False)
+    with unsum.gradients(model) as g:
+        scalar(model, SEQUENCES).backward()
+    torch.testing.assert_close(g["0.bias"].per_sample(), truth["0.bias"])
+
+
+class Shuffled(nn.Module):
+    """Samples change places inside: by a permutation, by sorting, by a roll whose shift changes."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.a, self.b, self.how, self.step = nn.Linear(D, D), nn.Linear(D, 3), how, 0
+
+    def forward(self, x):
+        self.step += 1
+        h = torch.tanh(self.a(x))
+        if self.how == "roll":
+            return self.b(h.roll(self.step, 0)).roll(-self.step, 0)
+        order = torch.randperm(len(x)) if self.how == "permuted" else x[:, 0, 0].argsort()
+        if self.how == "one-hot":
+            dispatch = F.one_hot(torch.randperm(len(x)), len(x)).to(h)
+            return torch.einsum("nm,mtd->ntd", dispatch.T, self.b(torch.einsum("nm,mtd->ntd", dispatch, h)))
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        if self.how == "gathered":
+            index = order[:, None, None].expand_as(h)
+            return self.b(h.gather(0, index))[back]
+        return self.b(h[order])[back]
+
+
+@pytest.mark.parametrize("how", ["roll", "permuted", "sorted", "gathered", "one-hot", "experts", "adapter"])
+def test_a_plan_is_never_stale(how):
+    torch.manual_seed(0)
+    model = {"experts": Experts, "adapter": lambda: nn.Sequential(Adapted(), Adapted())}.get(
+        how, lambda: Shuffled(how)
+    )().double()
+    for step in range(4):
+        x = torch.randn(N, T, D, dtype=torch.float64)
+        if isinstance(model, Shuffled):
+            model.step = 0
+        truth = per_sample_gradients(model, scalar, x)
+        if isinstance(model, Shuffled):
+            model.step = step
+        with unsum.gradients(model) as g:
+            scalar(model, x).backward()
+        for name, wanted in truth.items():
+            torch.testing.assert_close(g[name].per_sample(), wanted, msg=f"{name}, step {step}")
+        with torch.no_grad():
+            for p in model.parameters():
+                p += 0.1 * torch.randn_like(p)
+
+
+class Routed(nn.Module):
+    """Tokens are sorted by what some number says of them, gated, and sent back, twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(D, D) for _ in range(2))
+        self.gate = nn.ModuleList(nn.Linear(D, 1) for _ in range(2))
+        self.keys = [0, 0]  # by which feature
+        self.lost = False  # on the way back
+
+    def forward(self, x):
+        h = x.flatten(0, 1)
+        for inner, gate, key in zip(self.inner, self.gate, self.keys, strict=True):
+            order = x.flatten(0, 1)[:, key].argsort()
+            weight = gate(h).flatten()[order].sigmoid()
+            back = order if self.lost else order.argsort()
+            h = h + (torch.tanh(inner(h[order])) * weight[:, None])[back]
+        return h.view_as(x)
+
+
+def test_rows_that_go_elsewhere_in_every_batch_need_no_new_plan(learnt):
+    model = Routed().double()
+    for step in range(5):
+        x = torch.randn(N, T, D, dtype=torch.float64)
+        model.keys = [0, min(step, 2)]  # the two ways were the same when the plan was made
+        truth = per_sample_gradients(model, scalar, x)
+        for reducers in ((), (unsum.Norms(),)):
+            with unsum.gradients(model, *reducers) as g:
+                scalar(model, x).backward()
+            for name, wanted in truth.items():
+                if reducers:
+                    squares = g[unsum.Norms].by_parameter()[name]
+                    torch.testing.assert_close(squares, wanted.flatten(1).square().sum(1), msg=f"{name}, step {step}")
+                else:
+                    torch.testing.assert_close(g[name].per_sample(), wanted, msg=f"{name}, step {step}")
+    assert len(learnt) == 1
+    model.lost = True
+    with pytest.raises(InteractionError):
+        with unsum.gradients(model):
+            scalar(model, torch.randn(N, T, D, dtype=torch.float64)).backward()
+
+
+def test_one_sample_at_a_time_is_learnt_once(learnt):
+    model = mlp()
+    for k in range(N):
+        model.zero_grad()
+        with unsum.gradients(model, unsum.Norms()) as g:
+            scalar(model, SEQUENCES[k : k + 1]).backward()
+        wanted = sum(p.grad.square().sum() for p in model.parameters())
+        torch.testing.assert_close(g[unsum.Norms].sq_norms(), wanted[None])
+    assert len(learnt) == 1
+
+
+def test_rows_in_bfloat16_whose_smallest_numbers_are_blurred():
+    owner = torch.tensor([[3, 3, 3, 3, -2, 3, 3, 3], [1, -2, -2, -2, -2, 1, 1, 1], [0, 1, -2, 0, 0, 0, 0, 0]])
+    assert codes._by_rows(owner).tolist() == [[3] * 8, owner[1].tolist(), owner[2].tolist()]
+
+
+def test_another_loss_after_a_forward_that_is_known():
+    model = mlp()
+    truth = per_sample_gradients(model, lambda m, x: m(x).abs().sum(), SEQUENCES)
+    for _ in range(3):
+        with unsum.gradients(model):
+            scalar(model, SEQUENCES).backward()
+    for _ in range(3):
+        with unsum.gradients(model) as g:
+            model(SEQUENCES).abs().sum().backward()
+        for name, wanted in truth.items():
+            torch.testing.assert_close(g[name].per_sample(), wanted)
+
+
+def test_an_interaction_is_found_after_plans_were_made():
+    model = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(T), nn.Linear(D, 3)).double().eval()
+    for _ in range(2):
+        with unsum.gradients(model):
+            scalar(model, SEQUENCES).backward()
+    model.train()
+    with pytest.raises(InteractionError):
+        with unsum.gradients(model):
+            scalar(model, SEQUENCES).backward()
+
+
+def test_memory_is_flat_over_many_steps_of_two_layouts():
+    model = mlp()
+    live = []
+    for step in range(200):
+        with unsum.gradients(model, unsum.Norms()):
+            scalar(model, SEQUENCES[: 2 + step % 2]).backward()
+        if step in (20, 199):
+            gc.collect()
+            live.append(sum(isinstance(o, torch.Tensor) for o in gc.get_objects()))
+    assert live[1] <= live[0]
