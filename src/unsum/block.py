@@ -278,11 +278,9 @@ def _refuse(names: Names) -> None:
             raise UnsupportedError(
                 f"{name} is on the meta device and has no numbers: load it, or freeze it (requires_grad_(False))"
             )
-    if "DTensor" not in {kind.__name__ for kind in set(map(type, names.parameters.values()))}:
-        return
     for name, parameter in names.parameters.items():
         if type(parameter).__name__ == "DTensor":
             raise UnsupportedError(
-                f"{name} is a DTensor, spread over several processes (tensor parallel or fully sharded): gradients by "
-                "sample need whole parameters"
+                f"{name} is a DTensor, spread over several processes (tensor parallel): gradients by sample need whole "
+                "parameters.\n  fully_shard (FSDP2) is served, and so is DDP"
             )

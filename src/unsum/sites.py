@@ -21,6 +21,7 @@ from torch import nn
 
 from unsum.errors import SiteError, UnsupportedError
 from unsum.nested import format_path, parse_path
+from unsum.seams.sharding import Sharded, sharded_parameters
 from unsum.tree import Found, recall, remember
 from unsum.types import KINDS, Kind, Path
 
@@ -140,11 +141,27 @@ class Names:
         """Of each parameter the module."""
         return {name: owner for name, owner, _ in self._named_parameters()}
 
+    @functools.cached_property
+    def parts(self) -> dict[str, nn.Parameter]:
+        """Of parameters that are spread over processes (FSDP2), what this process holds of each."""
+        found = {}
+        for name, owner in self.owners.items():
+            spread = self._sharded.get((id(self.modules[owner]), name.rpartition(".")[2]))
+            if spread is not None:
+                found[name] = spread.part
+        return found
+
+    @functools.cached_property
+    def _sharded(self) -> dict[tuple[int, str], Sharded]:
+        return sharded_parameters(self.model)
+
     def _named_parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
+        sharded = self._sharded
         for owner, module in self.modules.items():
             for key, parameter in module._parameters.items():
                 if parameter is not None:
-                    yield f"{owner}.{key}" if owner else key, owner, parameter
+                    spread = sharded.get((id(module), key)) if sharded else None
+                    yield f"{owner}.{key}" if owner else key, owner, parameter if spread is None else spread.whole
 
     def _add(self, module: nn.Module, name: str, above: set[nn.Module]) -> None:
         self.modules[name] = module

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from unsum.seams.sharding import POST_BACKWARD
 
 Node = Any  # torch.autograd.graph.Node; its Python type says too little
 Edge = tuple[Node, int]  # a node and which of its outputs: what one tensor is
@@ -30,6 +33,11 @@ def place(root: Any) -> Edge:
 def is_leaf(node: Node) -> bool:
     """Whether this is where a parameter (or any other leaf) gets its gradient."""
     return type(node) is Leaf or bool(node.name().endswith("AccumulateGrad"))
+
+
+def is_custom(node: Node) -> bool:
+    """Whether this is the node of somebody's own autograd.Function, of which nothing is known."""
+    return isinstance(node, BackwardCFunction) and type(node).__name__ != POST_BACKWARD
 
 
 def below(node: Node) -> list[tuple[int, Node, int]]:

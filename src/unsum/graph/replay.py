@@ -20,6 +20,7 @@ from unsum import seams
 from unsum.errors import UnsupportedError
 from unsum.graph.nodes import Edge, Node, is_leaf, ordered, place
 from unsum.seams.nodes import outputs_of
+from unsum.seams.sharding import POST_BACKWARD
 
 Grads = Sequence[Tensor | None]
 
@@ -72,8 +73,11 @@ def _elsewhere(node: Node, grads: Grads) -> Any:
 def _python(node: Node, grads: Grads, heard: list[Heard] | None) -> Sequence[Tensor | None]:
     """A custom autograd.Function: its `apply` returns a result for every argument, tensors or not."""
     full = [zeros(node, i) if grad is None else grad for i, grad in enumerate(grads)]
-    with _instead_of_the_engine([] if heard is None else heard):
-        result = node.apply(*full)
+    if type(node).__name__ == POST_BACKWARD:  # it must not average anything now
+        result: Any = (None, *full)
+    else:
+        with _instead_of_the_engine([] if heard is None else heard):
+            result = node.apply(*full)
     results = result if isinstance(result, tuple) else (result,)
     needed = iter([r for r, needs in zip(results, node.needs_input_grad, strict=False) if needs])
     return [None if child is None else next(needed, None) for child, _ in node.next_functions]

@@ -120,7 +120,8 @@ class Step:
         if self.planned.is_checked:
             self._arrived.attach(hears)
         if not self._options.grad:  # set aside, or torch would add to it in place
-            self._put_back = [(p, p.grad) for p in self._found.names.parameters.values()]
+            names = self._found.names
+            self._put_back = [(p, p.grad) for p in (*names.parameters.values(), *names.parts.values())]
             for parameter, _ in self._put_back:
                 parameter.grad = None
         return self._skipped

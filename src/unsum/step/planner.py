@@ -25,6 +25,7 @@ from unsum.plan.plan import Plan
 from unsum.plan.signature import Sizes, Survey
 from unsum.plan.structure import Judged, agrees, derived, starts_of
 from unsum.seams.modes import without_functions
+from unsum.seams.sharding import whole
 from unsum.step.forward import Forward
 
 log = logging.getLogger("unsum")
@@ -173,7 +174,12 @@ class Planner:
         """Within this, nodes are called by hand, and nothing of the model's is changed."""
         self.is_learning = True
         try:
-            with without_functions(), self._saved.once(keep=len(seams.here()) == 1), buffers_aside(self._model):
+            with (
+                without_functions(),
+                self._saved.once(keep=len(seams.here()) == 1),
+                buffers_aside(self._model),
+                whole(self._model),
+            ):
                 yield
         finally:
             self.is_learning = False

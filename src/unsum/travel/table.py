@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from unsum.graph.layout import Layout, Mapped, Regular, along, merged
-from unsum.graph.nodes import Node, signed
+from unsum.graph.nodes import Node, is_custom, signed
 from unsum.seams.nodes import saved_of
 
 Shape = tuple[int, ...]
@@ -150,7 +150,10 @@ def down(at: At, edge: int, shape: Shape) -> Layout | Answer:
     if isinstance(layout, Mapped) and not layout.map.dim() and all(out is None or out is layout for out in at.outs):
         return replace(layout, behind=shape)  # all of it is one sample's, and so is what comes of it
     if isinstance(node, BackwardCFunction):
-        return SILENT
+        if is_custom(node):
+            return SILENT
+        passed = at.outs[edge - len(node.next_functions)]  # FSDP's own, which hands on each gradient as it is
+        return SILENT if passed is None else passed
     at.kind, travel = entry(node.name())
     if travel is None:
         return SILENT

@@ -6,10 +6,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch.autograd.function import BackwardCFunction
 
 from unsum.graph.layout import Layout, Mapped, Regular, complete
-from unsum.graph.nodes import Edge, Node, is_leaf
+from unsum.graph.nodes import Edge, Node, is_custom, is_leaf
 from unsum.graph.owners import Owners
 from unsum.seams.nodes import outputs_of, saved_or
 from unsum.travel.table import MIXED, SILENT, Answer, Journey, down, start
@@ -61,7 +60,7 @@ def walk(
                 answer = _alone(shape, is_data(child)) if n == 1 else SILENT if at is None else down(at, k, shape)
                 answers[k] = answer
                 must_ask = must_ask or answer is SILENT
-        if must_ask or isinstance(node, BackwardCFunction):
+        if must_ask or is_custom(node):
             found.asked[node] = None
             values, hidden = ask(node, outs, n)
             answers = [

@@ -1,0 +1,82 @@
+"""FSDP2 (`fully_shard`): each process holds a part of every parameter, and the whole ones while a module runs.
+
+A module's parameters are DTensors while it is at rest; inside its forward and backward, whole parameters stand in their
+place, always the same objects, whose memory is given back in between. The graph leads to the whole ones."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+POST_BACKWARD = "RegisterPostBackwardFunctionBackward"  # the node that averages gradients; it hands them on as they are
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A parameter that is spread over processes."""
+
+    part: nn.Parameter  # a DTensor: what this process holds
+    whole: nn.Parameter
+
+
+def _states(model: nn.Module) -> Iterator[Any]:
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            yield module
+
+
+def _groups(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return list(groups) if groups is not None else [g for g in [state._fsdp_param_group] if g is not None]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether any part of the model is under `fully_shard`."""
+    return next(_states(model), None) is not None
+
+
+def sharded_parameters(model: nn.Module) -> dict[tuple[int, str], Sharded]:
+    """{(id of the module, name in it): parameter}, of those that are spread. The first time, every process must come
+    here: the whole parameters are gathered once, so that they are there."""
+    found: dict[tuple[int, str], Sharded] = {}
+    for module in _states(model):
+        for group in _groups(module):
+            if any(not hasattr(p, "_unsharded_param") for p in group.fsdp_params):
+                module.unshard()
+                module.reshard()
+            for parameter in group.fsdp_params:
+                info, both = parameter._module_info, Sharded(parameter.sharded_param, parameter._unsharded_param)
+                found[id(info.module), info.param_name] = both
+                for other, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+                    found[id(other), name] = both
+    return found
+
+
+@contextlib.contextmanager
+def whole(model: nn.Module) -> Iterator[None]:
+    """Within this, all parameters have their memory. Every process must come here."""
+    gathered = []
+    try:
+        for module in _states(model):
+            if any(not group.is_unsharded for group in _groups(module)):
+                module.unshard()
+                gathered.append(module)
+        yield
+    finally:
+        for module in gathered:
+            module.reshard()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor."""
+    return tensor.to_local() if type(tensor).__name__ == "DTensor" else tensor  # type: ignore[attr-defined]
