@@ -18,6 +18,7 @@ from unsum.errors import OptionError, SiteError, VerbError
 from unsum.flow.flow import Flow
 from unsum.flow.keeping import unscaled
 from unsum.flow.picking import Spot
+from unsum.flow.requests import Requests
 from unsum.flow.silence import complain
 from unsum.seams.checkpoints import Call
 from unsum.seams.nodes import Function
@@ -56,7 +57,6 @@ class Edit:
     """The block that `unsum.edit` makes."""
 
     edits = True
-    seen = None
 
     def __init__(
         self, model: nn.Module | None, edits: Mapping[Asked, Change | Sequence[Change]], missing: Missing, scaler: Any
@@ -79,7 +79,7 @@ class Edit:
     def __enter__(self) -> Edit:
         if self._flow is not None:
             raise SiteError("this edit is open already; make another one with unsum.edit(...)")
-        flow = Flow(self._model, self._asked, self)
+        flow = Flow(Requests(self._model, self._asked), self)
         self._fired: set[int] = set()
         self._parts: set[tuple[str, int]] = set()
         self._checkpoints: WeakSet[Any] = WeakSet()  # those with an edit inside

@@ -23,6 +23,7 @@ from unsum.seams.nodes import Function, current_backward, next_number, number_of
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 _FUNCTION_FILE = torch.autograd.function.__file__
 _grad_enabled = torch.is_grad_enabled
+_tuple: Any = tuple.__new__  # a named tuple by way of its own class takes twice as long
 
 saved_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 """`saved_hooks(True)`: what packs and unpacks the tensors that are saved now; None for nothing. A checkpoint does."""
@@ -66,6 +67,9 @@ class Calls:
     def begin(self, place: Any) -> Call | None:
         """The call that begins now; None if it repeats one that was made before this block was open."""
         start = next_number()
+        if _grad_enabled() and current_backward() == -1 and saved_hooks(True) is None:  # in no checkpoint, surely
+            index = self.counts[place] = self.counts.get(place, -1) + 1
+            return _tuple(Call, (index, False, True, start, (), None))  # type: ignore[no-any-return]
         regions = _regions()
         repeated = next((i for i, region in enumerate(regions) if region.again is not None), None)
         if repeated is not None and self._is_new(place, regions[repeated]):
@@ -113,15 +117,8 @@ class Calls:
         return made[place][nth] if nth < len(made[place]) else None
 
 
-def may_be_in_region() -> bool:
-    """Whether we may be in a checkpoint. In the ordinary case it can be seen at once that we are not."""
-    return not _grad_enabled() or current_backward() != -1 or saved_hooks(True) is not None
-
-
 def _regions() -> list[_Region]:
     """The checkpoints that we are in, innermost first."""
-    if not may_be_in_region():
-        return []
     found: list[_Region] = []
     inner = frame = sys._getframe(2)
     while frame is not None:

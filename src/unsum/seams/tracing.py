@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
+import importlib
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ _is_in_functorch = functools.partial(
     torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
 )
 _guards = getattr(torch._guards, "_TLS", None)  # what `TracingContext` asks, in a tenth of the time
+_fx: Any = importlib.import_module("torch.fx._symbolic_trace")
 
 
 def _context() -> Any:
@@ -31,7 +32,7 @@ def is_traced() -> bool:
         or _is_in_functorch()
         or _jit_state() is not None
         or _context() is not None
-        or ((fx := sys.modules.get("torch.fx._symbolic_trace")) is not None and fx.is_fx_symbolic_tracing())
+        or (_fx._is_fx_tracing_flag and _fx.is_fx_symbolic_tracing())
     )
 
 
@@ -46,7 +47,7 @@ def refuse_tracing(name: str) -> None:
         what = "torch.jit.trace"
     elif _is_in_dynamo() or _context() is not None:
         what = "a model that is being compiled or exported"
-    elif (fx := sys.modules.get("torch.fx._symbolic_trace")) is not None and fx.is_fx_symbolic_tracing():
+    elif _fx.is_fx_symbolic_tracing():
         what = "torch.fx tracing"
     if what is not None:
         raise UnsupportedError(
