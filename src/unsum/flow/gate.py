@@ -12,7 +12,7 @@ the ordinary case: one tensor in, one out, made by the module, with gradients on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from sys import exception
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _Found = Sequence[tuple[Spot, Tensor]]
 _Shares = list[tuple[Share, Tensor]]
-_Nodes = Mapping[int, Any]  # by the ids of tensors
+_Nodes = tuple[Any, ...]
 _Begun = tuple[Call | None, BaseException | None, _Nodes, _Shares]
 """A call that has begun: the error that was being handled, the nodes of its arguments, the shares that are wanted."""
 
@@ -60,12 +60,11 @@ class Gate(seams.Hook):
         # Whether the call is traced comes first: torch may be reading these lines.
         if (_is_traced() or not _are_here(flow.blocks)) and not flow.sees(self.place):
             return None
-        if len(args) == 1 and not kwargs and isinstance(tensor := args[0], Tensor):
-            inputs: dict[Any, Any] = {0: tensor}
-            given: _Nodes = {id(tensor): tensor.grad_fn}
+        first = args[0] if args else None
+        if isinstance(first, Tensor) and len(args) == 1 and not kwargs:
+            given: _Nodes = (first.grad_fn,)
         else:
-            inputs = {**dict(enumerate(args)), **kwargs}
-            given = _nodes(inputs.values())
+            given = tuple([tensor.grad_fn for _, tensor in leaves([args, kwargs])])
         call = flow.calls.begin(self.place)
         shares: _Shares = []
         self.begun.append((call, exception(), given, shares))
@@ -75,7 +74,7 @@ class Gate(seams.Hook):
             flow.repeated.add(call.repeats)
         if side is None:
             return None
-        new = self.take(side, call, inputs, given, shares)
+        new = self.take(side, call, first, (args, kwargs), given, shares)
         if new is None:
             return None
         return tuple(new[i] for i in range(len(args))), {key: new[key] for key in kwargs}
@@ -84,64 +83,67 @@ class Gate(seams.Hook):
         """Pass a marked tensor through: it acts as the output of a module that returns its input."""
         assert self.leaving is not None
         seams.refuse_tracing(self.place.name)
-        given = _nodes([tensor])
+        given = (tensor.grad_fn,)
         call = self.flow.calls.begin(self.place)
         if call is None:
             return tensor
         if call.repeats is not None:
             self.flow.repeated.add(call.repeats)
-        new = self.take(self.leaving, call, tensor, given)
+        new = self.take(self.leaving, call, tensor, tensor, given)
         self.flow.receiver.called()
         return tensor if new is None else new  # type: ignore[no-any-return]
 
-    def take(self, side: Side, call: Call, value: Any, given: _Nodes, shares: _Shares | None = None) -> Any:
-        """Hand the tensors in `value` to the receiver, and wait for their gradients. What flows on, or None.
+    def take(self, side: Side, call: Call, first: Any, whole: Any, given: _Nodes, shares: _Shares | None = None) -> Any:
+        """Hand the tensors of one side of a call to the receiver, and wait for their gradients. What flows on, or None.
 
-        `given` are the nodes of what the module got. Where the value is its arguments, the shares that are to be waited
-        for are added to `shares`.
+        `whole` is the output, or the arguments and the keywords; `first` is what a plain site means in it; `given` are
+        the nodes of what the module got. The shares of arguments that are to be waited for are added to `shares`.
         """
-        flow, place, number = self.flow, self.place, call.number
-        path, asked, waited = side.first, side.values, side.grads if call.real else ()
-        first = value.get(0) if path else value
+        flow, place = self.flow, self.place
+        number, _, is_real, start, _, _ = call
+        acted, asked, waited = flow.acted, side.values, side.grads if is_real else ()
         values: _Found = ()
         grads: _Found = ()
-        if not side.is_plain or not isinstance(first, Tensor):
-            values = self._pick(side.kind, asked, number, value)
-            grads = self._pick(side.grad_kind, waited, number, value)
-        else:
+        if side.is_plain and isinstance(first, Tensor):
             if asked:
-                values = ((_tuple(Spot, (place, side.kind, number, path, (), asked)), first),)
+                values = ((_tuple(Spot, (place, side.kind, number, side.first, (), asked)), first),)
             if waited:
-                grads = ((_tuple(Spot, (place, side.grad_kind, number, path, (), waited)), first),)
+                grads = ((_tuple(Spot, (place, side.grad_kind, number, side.first, (), waited)), first),)
+        else:
+            values = self._pick(side.kind, asked, number, side.read(whole))
+            grads = self._pick(side.grad_kind, waited, number, side.read(whole))
         now: dict[Path, Tensor] = {}  # the tensors that flow on, where they differ
-        acted = flow.acted
-        if grads and not _grad_enabled():  # nothing done now will be differentiated
-            flow.notes[place, side.grad_kind] = "it ran with gradients switched off (no_grad or inference_mode)"
-            grads = ()
-        elif grads:
+        if grads:
+            if not _grad_enabled():  # nothing done now will be differentiated
+                why = "it ran with gradients switched off (no_grad or inference_mode)"
+                flow.notes[place, side.grad_kind] = why
+                grads = ()
             foreign = []  # tensors that the module has not made: it returned what it was given, or a parameter
             for spot, tensor in grads:
                 node = acted.at(tensor, spot)
-                if node is None or number_of(node) < call.start or given.get(id(tensor)) == node:
+                if node is None or number_of(node) < start or node in given:
                     foreign.append(tensor)
-            if shares is not None and not flow.is_edited(place):
-                grads = self._share(call, grads, shares)
-            elif foreign:
-                now = self._aliases(value, foreign)
+            if foreign:
+                if shares is not None and not flow.is_edited(place):
+                    grads = self._share(call, grads, shares)
+                else:
+                    now = self._aliases(side.read(whole), foreign)
         for spot, tensor in values:
-            tensor = now.get(spot.path, tensor)
+            if now:
+                tensor = now.get(spot.path, tensor)
             new = flow.receiver.value(spot, tensor, call)
             if new is not None and new is not tensor:
                 now[spot.path] = tensor = new
             acted.at(tensor, spot)
         for spot, tensor in grads:
-            tensor = now.get(spot.path, tensor)
+            if now:
+                tensor = now.get(spot.path, tensor)
             if tensor.requires_grad:
                 flow.waiting.add(spot, tensor)
             else:
                 why = "it needs no gradient: nothing before it requires one (frozen, or data)"
                 flow.notes[place, spot.kind] = why
-        return put(value, now) if now else None
+        return put(side.read(whole), now) if now else None
 
     def _pick(self, kind: Kind, wanted: Iterable[int], call: int, value: Any) -> _Found:
         flow = self.flow
@@ -198,7 +200,7 @@ class Leaving(seams.Hook):
         returned = gate.end_shares(shares, output) if shares else None
         if returned:
             output = put(output, returned)
-        new = None if side is None else gate.take(side, call, output, given)
+        new = None if side is None else gate.take(side, call, output, output, given)
         flow.receiver.called()
         return output if new is None and returned else new
 
@@ -207,15 +209,3 @@ class Leaving(seams.Hook):
         module = self._gate.place.thing
         assert isinstance(module, nn.Module)
         seams.off_call(module, self._key)
-
-
-def _nodes(values: Iterable[Any]) -> _Nodes:
-    """The nodes of all tensors in these values, by the ids of the tensors."""
-    found: dict[int, Any] = {}
-    for value in values:
-        if isinstance(value, Tensor):
-            found[id(value)] = value.grad_fn
-        else:
-            for _, tensor in leaves(value):
-                found[id(tensor)] = tensor.grad_fn
-    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -26,6 +27,13 @@ class Side:
     grads: tuple[int, ...]
     first: Path  # where the tensor is that a plain site means: the output itself, or the first argument
     is_plain: bool  # every request is for whole values, of every call
+
+    def read(self, whole: Any) -> Any:
+        """What is looked through: the output, or of the arguments and keywords one mapping."""
+        if not self.first:
+            return whole
+        args, kwargs = whole
+        return {**dict(enumerate(args)), **kwargs}
 
 
 class Requests:

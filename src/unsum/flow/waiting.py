@@ -38,7 +38,8 @@ class Watch(seams.TensorHook):
 
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         """At the tensor itself. A custom autograd.Function may return None."""
-        return None if grad is None or self._arrived is None else self._arrived(self.spot, grad)
+        arrived = self._arrived
+        return None if grad is None or arrived is None else arrived(self.spot, grad)
 
     def _at_base(self, anchor: inplace.Anchor, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         """The same, where the view was changed in place and its base stands for it."""

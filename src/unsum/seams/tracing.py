@@ -16,13 +16,13 @@ _jit_state = torch._C._get_tracing_state
 _is_in_functorch = functools.partial(
     torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
 )
-_guards = getattr(torch._guards, "_TLS", None)  # what `TracingContext` asks, in a tenth of the time
+_guards: Any = getattr(torch._guards, "_TLS", None)  # what `TracingContext` asks, in a tenth of the time
 _fx: Any = importlib.import_module("torch.fx._symbolic_trace")
 
 
 def _context() -> Any:
     """What torch knows of the compilation or export that this thread is in."""
-    return torch._guards.TracingContext.try_get() if _guards is None else _guards.__dict__.get("tracing_context")
+    return torch._guards.TracingContext.try_get()
 
 
 def is_traced() -> bool:
@@ -31,7 +31,7 @@ def is_traced() -> bool:
         _is_in_dynamo()  # first: torch may be reading these lines
         or _is_in_functorch()
         or _jit_state() is not None
-        or _context() is not None
+        or (_context() is not None if _guards is None else _guards.__dict__.get("tracing_context") is not None)
         or (_fx._is_fx_tracing_flag and _fx.is_fx_symbolic_tracing())
     )
 
