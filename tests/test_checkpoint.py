@@ -340,5 +340,5 @@ def test_many_steps_inside_one_block_do_not_pile_up(pair):
     with unsum.edit(net, {"shared:grad_output": unsum.scale(0.5), "shared:output": unsum.scale(1.0)}) as block:
         for _ in range(5):
             net(x).sum().backward()
-        assert len(block._flow.waiting.watches) <= 5  # those of the last step, whose graph has just been walked
+        assert len(block._flow.expected.watches) <= 5  # those of the last step, whose graph has just been walked
         assert all(not gate.begun for gate in block._flow.gates.values())

@@ -15,7 +15,7 @@ from unsum.flow.keeping import Keep, Keeping, Reduce
 from unsum.flow.picking import Spot
 from unsum.flow.requests import Requests
 from unsum.flow.silence import complain
-from unsum.seams.checkpoints import Call
+from unsum.seams.checkpoints import ModuleCall
 from unsum.seams.tensors import version_of
 from unsum.sites import Asked, Place, parse
 
@@ -87,7 +87,7 @@ class Capture:
 
     # ---- receiving ------------------------------------------------------------------------------------------------
 
-    def value(self, spot: Spot, tensor: Tensor, call: Call) -> None:
+    def value(self, spot: Spot, tensor: Tensor, call: ModuleCall) -> None:
         if call.again:
             return
         if self._seen is not None and not tensor.is_inference():

@@ -14,9 +14,9 @@ from typing import Any, TextIO
 from torch import Tensor
 
 import unsum
+from unsum.destination import writable
 from unsum.errors import OptionError, UnsumError
 from unsum.picture import Picture, place
-from unsum.place import writable
 from unsum.report.charts import plain
 from unsum.report.make import data_of
 from unsum.target import everything, model_of, split, told

@@ -20,7 +20,7 @@ from unsum.flow.keeping import unscaled
 from unsum.flow.picking import Spot
 from unsum.flow.requests import Requests
 from unsum.flow.silence import complain
-from unsum.seams.checkpoints import Call
+from unsum.seams.checkpoints import ModuleCall
 from unsum.seams.nodes import Function
 from unsum.seams.scaler import current_scale
 from unsum.sites import Asked, parse
@@ -114,7 +114,7 @@ class Edit:
 
     # ---- receiving ------------------------------------------------------------------------------------------------
 
-    def value(self, spot: Spot, tensor: Tensor, call: Call) -> Tensor:
+    def value(self, spot: Spot, tensor: Tensor, call: ModuleCall) -> Tensor:
         new = self._changed(spot, tensor, call)
         if call.regions and not call.again:
             self._checkpoints.update(call.regions)
@@ -138,7 +138,7 @@ class Edit:
     def called(self) -> None:
         pass
 
-    def _changed(self, spot: Spot, tensor: Tensor, call: Call | None) -> Tensor:
+    def _changed(self, spot: Spot, tensor: Tensor, call: ModuleCall | None) -> Tensor:
         for number in spot.asked:
             for nth, change in enumerate(self._changes[number]):
                 with _repeatable(change, self._states, (spot, number, nth), call, tensor.device):
@@ -146,7 +146,7 @@ class Edit:
             self._fired.add(number)
         return tensor
 
-    def _guard(self, site: str, edited: Tensor, call: Call) -> None:
+    def _guard(self, site: str, edited: Tensor, call: ModuleCall) -> None:
         assert self._flow is not None
         done, regions = self._flow.repeated, [weakref.ref(region) for region in call.regions]
         tripwire = _Tripwire(site, lambda: done.update(r for ref in regions if (r := ref()) is not None))
@@ -194,7 +194,12 @@ class _repeatable:
     """Inside a checkpoint: draw the random numbers that were drawn the first time."""
 
     def __init__(
-        self, change: Change, states: WeakKeyDictionary[Any, Any], key: Any, call: Call | None, device: torch.device
+        self,
+        change: Change,
+        states: WeakKeyDictionary[Any, Any],
+        key: Any,
+        call: ModuleCall | None,
+        device: torch.device,
     ) -> None:
         self.generator = None
         if isinstance(change, Verb) and change.draws and call is not None and (call.regions or call.again):

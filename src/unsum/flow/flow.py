@@ -13,8 +13,8 @@ from unsum.acted import Acted
 from unsum.flow.gate import Gate, Leaving
 from unsum.flow.picking import Spot
 from unsum.flow.requests import Requests
-from unsum.flow.waiting import Waiting
-from unsum.seams.checkpoints import Call, Calls
+from unsum.flow.waiting import Expected
+from unsum.seams.checkpoints import CallCounter, ModuleCall
 from unsum.sites import Place, Site
 
 
@@ -26,7 +26,7 @@ class Receiver(Protocol):
     @property
     def refuses(self) -> str | None: ...  # why a backward after the block would be wrong, where gradients are edited
 
-    def value(self, spot: Spot, tensor: Tensor, call: Call) -> Tensor | None: ...
+    def value(self, spot: Spot, tensor: Tensor, call: ModuleCall) -> Tensor | None: ...
     def gradient(self, spot: Spot, grad: Tensor, backward: int) -> Tensor | None: ...
     def called(self) -> None: ...
 
@@ -36,8 +36,8 @@ class Flow:
 
     def __init__(self, requests: Requests, receiver: Receiver) -> None:
         self.requests, self.receiver = requests, receiver
-        self.calls = Calls()
-        self.waiting = Waiting(receiver.gradient)
+        self.calls = CallCounter()
+        self.expected = Expected(receiver.gradient)
         self.notes: dict[tuple[Place, Any], str] = {}  # what can explain a place's silence, by kind or by site
         self.repeated: weakref.WeakSet[Any] = weakref.WeakSet()  # checkpoints that were run again
         self.gates: dict[Place, Gate] = {}
@@ -71,9 +71,9 @@ class Flow:
         spot = Spot(place, "grad", 0, (), (), asked)
 
         def arrived(grad: Tensor) -> Tensor | None:
-            if grad is None or self not in seams.here() or self.waiting.is_somebodys():
+            if grad is None or self not in seams.here() or self.expected.is_somebodys():
                 return None
-            return self.waiting.arrived(spot, grad)
+            return self.expected.arrived(spot, grad)
 
         self.acted.leaves[place.name] = str(spot)
         self._handles.append(seams.on_gradient(parameter, arrived))
@@ -88,7 +88,7 @@ class Flow:
             handle.remove()
         self._handles.clear()
         self.gates.clear()
-        self.waiting.let_go(self.receiver.refuses)
+        self.expected.let_go(self.receiver.refuses)
 
     # ---- asked by gates -------------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class Flow:
         return self.notes.get((place, site), self.notes.get((place, site.kind)))
 
     def before_backward(self, call: seams.Backward) -> None:
-        self.waiting.before_backward(call)
+        self.expected.before_backward(call)
 
     def after_backward(self, *, failed: bool) -> None:
-        self.waiting.after_backward(failed=failed)
+        self.expected.after_backward(failed=failed)

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from unsum import seams
 from unsum.flow.alias import aliases
 from unsum.flow.picking import Spot, pick
-from unsum.flow.requests import Side, Wants
+from unsum.flow.requests import Port, Wants
 from unsum.flow.share import Share
 from unsum.nested import leaves, put
-from unsum.seams.checkpoints import Call
+from unsum.seams.checkpoints import ModuleCall
 from unsum.seams.nodes import number_of
 from unsum.sites import Place
 from unsum.types import Kind, Path
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _Found = Sequence[tuple[Spot, Tensor]]
 _Shares = list[tuple[Share, Tensor]]
 _Nodes = tuple[Any, ...]
-_Begun = tuple[Call | None, BaseException | None, _Nodes, _Shares]
+_Begun = tuple[ModuleCall | None, BaseException | None, _Nodes, _Shares]
 """A call that has begun: the error that was being handled, the nodes of its arguments, the shares that are wanted."""
 
 _tuple: Any = tuple.__new__  # a named tuple by way of its own class takes twice as long
@@ -51,12 +51,12 @@ class Gate(seams.Hook):
     def __init__(self, flow: Flow, place: Place, wants: Wants) -> None:
         self.flow, self.place = flow, place
         self.begun: list[_Begun] = []
-        self.entering = flow.requests.side(wants, "input", "grad_input")
-        self.leaving = flow.requests.side(wants, "output", "grad_output")
+        self.entering = flow.requests.port(wants, "input", "grad_input")
+        self.leaving = flow.requests.port(wants, "output", "grad_output")
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module is about to be called. What it is to get instead of its arguments, or None."""
-        flow, side = self.flow, self.entering
+        flow, port = self.flow, self.entering
         # Whether the call is traced comes first: torch may be reading these lines.
         if (_is_traced() or not _are_here(flow.blocks)) and not flow.sees(self.place):
             return None
@@ -72,9 +72,9 @@ class Gate(seams.Hook):
             return None
         if call.repeats is not None:
             flow.repeated.add(call.repeats)
-        if side is None:
+        if port is None:
             return None
-        new = self.take(side, call, first, (args, kwargs), given, shares)
+        new = self.take(port, call, first, (args, kwargs), given, shares)
         if new is None:
             return None
         return tuple(new[i] for i in range(len(args))), {key: new[key] for key in kwargs}
@@ -93,30 +93,32 @@ class Gate(seams.Hook):
         self.flow.receiver.called()
         return tensor if new is None else new  # type: ignore[no-any-return]
 
-    def take(self, side: Side, call: Call, first: Any, whole: Any, given: _Nodes, shares: _Shares | None = None) -> Any:
-        """Hand the tensors of one side of a call to the receiver, and wait for their gradients. What flows on, or None.
+    def take(
+        self, port: Port, call: ModuleCall, first: Any, whole: Any, given: _Nodes, shares: _Shares | None = None
+    ) -> Any:
+        """Hand the tensors of one port of a call to the receiver, and wait for their gradients. What flows on, or None.
 
         `whole` is the output, or the arguments and the keywords; `first` is what a plain site means in it; `given` are
         the nodes of what the module got. The shares of arguments that are to be waited for are added to `shares`.
         """
         flow, place = self.flow, self.place
         number, _, is_real, start, _, _ = call
-        acted, asked, waited = flow.acted, side.values, side.grads if is_real else ()
+        acted, asked, waited = flow.acted, port.values, port.grads if is_real else ()
         values: _Found = ()
         grads: _Found = ()
-        if side.is_plain and isinstance(first, Tensor):
+        if port.is_plain and isinstance(first, Tensor):
             if asked:
-                values = ((_tuple(Spot, (place, side.kind, number, side.first, (), asked)), first),)
+                values = ((_tuple(Spot, (place, port.kind, number, port.first, (), asked)), first),)
             if waited:
-                grads = ((_tuple(Spot, (place, side.grad_kind, number, side.first, (), waited)), first),)
+                grads = ((_tuple(Spot, (place, port.grad_kind, number, port.first, (), waited)), first),)
         else:
-            values = self._pick(side.kind, asked, number, side.read(whole))
-            grads = self._pick(side.grad_kind, waited, number, side.read(whole))
+            values = self._pick(port.kind, asked, number, port.read(whole))
+            grads = self._pick(port.grad_kind, waited, number, port.read(whole))
         now: dict[Path, Tensor] = {}  # the tensors that flow on, where they differ
         if grads:
             if not _grad_enabled():  # nothing done now will be differentiated
                 why = "it ran with gradients switched off (no_grad or inference_mode)"
-                flow.notes[place, side.grad_kind] = why
+                flow.notes[place, port.grad_kind] = why
                 grads = ()
             foreign = []  # tensors that the module has not made: it returned what it was given, or a parameter
             for spot, tensor in grads:
@@ -127,7 +129,7 @@ class Gate(seams.Hook):
                 if shares is not None and not flow.is_edited(place):
                     grads = self._share(call, grads, shares)
                 else:
-                    now = self._aliases(side.read(whole), foreign)
+                    now = self._aliases(port.read(whole), foreign)
         for spot, tensor in values:
             if now:
                 tensor = now.get(spot.path, tensor)
@@ -139,11 +141,11 @@ class Gate(seams.Hook):
             if now:
                 tensor = now.get(spot.path, tensor)
             if tensor.requires_grad:
-                flow.waiting.add(spot, tensor)
+                flow.expected.add(spot, tensor)
             else:
                 why = "it needs no gradient: nothing before it requires one (frozen, or data)"
                 flow.notes[place, spot.kind] = why
-        return put(side.read(whole), now) if now else None
+        return put(port.read(whole), now) if now else None
 
     def _pick(self, kind: Kind, wanted: Iterable[int], call: int, value: Any) -> _Found:
         flow = self.flow
@@ -151,10 +153,10 @@ class Gate(seams.Hook):
         sites = [(number, site) for number, site in asked if site.call is None or site.call == call]
         return pick(self.place, kind, call, value, sites, one=flow.receiver.edits, absent=flow.notes)
 
-    def _share(self, call: Call, grads: _Found, shares: _Shares) -> _Found:
+    def _share(self, call: ModuleCall, grads: _Found, shares: _Shares) -> _Found:
         """Wait for the module's share of its inputs' gradients; what is left is to be watched itself."""
         shares += [(Share(spot, tensor, call.start), tensor) for spot, tensor in grads if tensor.requires_grad]
-        self.flow.waiting.shares += [share for share, _ in shares]
+        self.flow.expected.shares += [share for share, _ in shares]
         return [(spot, tensor) for spot, tensor in grads if not tensor.requires_grad]
 
     def end_shares(self, shares: _Shares, output: Any) -> dict[Path, Tensor]:
@@ -171,7 +173,7 @@ class Gate(seams.Hook):
         for share, tensor in returned:
             if not share.returned and id(tensor) in of:
                 share.returned = True
-                self.flow.waiting.add_returned(share, of[id(tensor)])
+                self.flow.expected.add_returned(share, of[id(tensor)])
         return made
 
     def _aliases(self, value: Any, tensors: Sequence[Tensor]) -> dict[Path, Tensor]:
@@ -191,7 +193,7 @@ class Leaving(seams.Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """A module was called. What is to flow on instead of its output, or None."""
         gate = self._gate
-        flow, side, begun = gate.flow, gate.leaving, gate.begun
+        flow, port, begun = gate.flow, gate.leaving, gate.begun
         if not begun or not (_are_here(flow.blocks) or flow in seams.here()):
             return None
         call, error, given, shares = begun.pop()
@@ -200,7 +202,7 @@ class Leaving(seams.Hook):
         returned = gate.end_shares(shares, output) if shares else None
         if returned:
             output = put(output, returned)
-        new = None if side is None else gate.take(side, call, output, output, given)
+        new = None if port is None else gate.take(port, call, output, output, given)
         flow.receiver.called()
         return output if new is None and returned else new
 

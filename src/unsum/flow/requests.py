@@ -18,7 +18,7 @@ Wants = dict[Kind, tuple[int, ...]]
 
 
 @dataclass(slots=True)  # a named tuple's fields take longer to read, in every call
-class Side:
+class Port:
     """The requests for one side of a call, its arguments or its output. Places that are asked alike share one."""
 
     kind: Kind  # of the values: input, or output
@@ -46,7 +46,7 @@ class Requests:
         self.wants: dict[Place, Wants] = {}
         self._known: dict[int, Place] = {}  # by the id of the module or parameter
         self._marks: dict[str, Place] = {}
-        self._sides: dict[tuple[Kind, tuple[int, ...], tuple[int, ...]], Side] = {}
+        self._ports: dict[tuple[Kind, tuple[int, ...], tuple[int, ...]], Port] = {}
         for number, site in enumerate(asked):
             self._resolve(number, site)
 
@@ -93,15 +93,15 @@ class Requests:
         place = self._known.get(id(thing))
         return place if place is not None and kind in self.wants[place] else None
 
-    def side(self, kinds: Mapping[Kind, tuple[int, ...]], kind: Kind, grad_kind: Kind) -> Side | None:
+    def port(self, kinds: Mapping[Kind, tuple[int, ...]], kind: Kind, grad_kind: Kind) -> Port | None:
         """The requests for one side of the calls of a place; None if there are none."""
         values, grads = kinds.get(kind, ()), kinds.get(grad_kind, ())
         if not values and not grads:
             return None
-        side = self._sides.get((kind, values, grads))
-        if side is None:
+        port = self._ports.get((kind, values, grads))
+        if port is None:
             sites = [self.asked[number] for number in (*values, *grads)]
             is_plain = all(not site.path and site.call is None for site in sites)
-            side = Side(kind, grad_kind, values, grads, (0,) if kind == "input" else (), is_plain)
-            self._sides[kind, values, grads] = side
-        return side
+            port = Port(kind, grad_kind, values, grads, (0,) if kind == "input" else (), is_plain)
+            self._ports[kind, values, grads] = port
+        return port

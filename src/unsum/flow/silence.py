@@ -48,7 +48,7 @@ def why(flow: Flow, place: Place, site: Site) -> str:
             "the parameter is sharded, and FSDP writes its gradient itself; the layer's :input and :grad_output are "
             "this rank's"
         )
-    if not flow.waiting.backwards:
+    if not flow.expected.backwards:
         return "no backward ran in this block"
     return "no gradient reached it: it is not used in what was differentiated, or only detached"
 

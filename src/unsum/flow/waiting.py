@@ -81,7 +81,7 @@ def _refuse(why: str, spot: Spot, grad: Tensor) -> None:
     raise SiteError(f"{spot}: {why}")
 
 
-class Waiting:
+class Expected:
     """The gradients that a block waits for, and the backwards that bring them."""
 
     def __init__(self, receive: Callable[[Spot, Tensor, int], Tensor | None]) -> None:

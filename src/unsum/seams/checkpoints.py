@@ -29,7 +29,7 @@ saved_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_defau
 """`saved_hooks(True)`: what packs and unpacks the tensors that are saved now; None for nothing. A checkpoint does."""
 
 
-class Call(NamedTuple):
+class ModuleCall(NamedTuple):
     """One call of a place, or one repetition of it."""
 
     number: int
@@ -49,7 +49,7 @@ class _Region(NamedTuple):
 _UNSEEN = object()  # the forward of a Function whose context cannot be seen
 
 
-class Calls:
+class CallCounter:
     """Counts the calls of each place."""
 
     def __init__(self) -> None:
@@ -64,12 +64,12 @@ class Calls:
         """How often the place was called, repetitions not counted."""
         return self.counts.get(place, -1) + 1
 
-    def begin(self, place: Any) -> Call | None:
+    def begin(self, place: Any) -> ModuleCall | None:
         """The call that begins now; None if it repeats one that was made before this block was open."""
         start = next_number()
         if _grad_enabled() and current_backward() == -1 and saved_hooks(True) is None:  # in no checkpoint, surely
             index = self.counts[place] = self.counts.get(place, -1) + 1
-            return _tuple(Call, (index, False, True, start, (), None))  # type: ignore[no-any-return]
+            return _tuple(ModuleCall, (index, False, True, start, (), None))  # type: ignore[no-any-return]
         regions = _regions()
         repeated = next((i for i, region in enumerate(regions) if region.again is not None), None)
         if repeated is not None and self._is_new(place, regions[repeated]):
@@ -88,7 +88,7 @@ class Calls:
             inner = [region for region in inner if region.thing is not _UNSEEN]
         for region in inner:
             self._made.setdefault(region.thing, {}).setdefault(place, []).append(index)
-        return Call(index, repeats is not None, real, start, tuple(region.thing for region in inner), repeats)
+        return ModuleCall(index, repeats is not None, real, start, tuple(region.thing for region in inner), repeats)
 
     def _is_new(self, place: Any, region: _Region) -> bool:
         """Whether a call inside the backward of a Function is a new one: its forward ran in this block without it."""
