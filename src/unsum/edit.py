@@ -23,7 +23,7 @@ from unsum.flow.silence import complain
 from unsum.seams.checkpoints import ModuleCall
 from unsum.seams.nodes import Function
 from unsum.seams.scaler import current_scale
-from unsum.sites import Asked, parse
+from unsum.sites import Asked, Site, parse
 from unsum.verbs import Verb
 
 Change = Verb | Callable[[Tensor], Tensor]
@@ -51,6 +51,39 @@ class _Tripwire:
 
     def arm(self) -> None:
         self.armed, self.walked = True, lambda: None
+
+
+class _Unfinished:
+    """The checkpoints that have an edit inside, and the tripwires in their graphs."""
+
+    def __init__(self) -> None:
+        self._checkpoints: WeakSet[Any] = WeakSet()
+        self._tripwires: list[_Tripwire] = []
+
+    def add(self, site: str, edited: Tensor, call: ModuleCall, done: WeakSet[Any]) -> None:
+        """A call inside checkpoints was edited. The checkpoints that were run again are `done`."""
+        self._checkpoints.update(call.regions)
+        regions = [weakref.ref(region) for region in call.regions]
+        tripwire = _Tripwire(site, lambda: done.update(r for ref in regions if (r := ref()) is not None))
+        if edited.requires_grad:
+            seams.on_gradient(edited, tripwire)
+        elif isinstance(call.regions[0], Function):
+            seams.on_node(call.regions[0], tripwire)
+        self._tripwires.append(tripwire)
+
+    def arm(self) -> None:
+        """The block is left: a backward through a checkpoint is refused from now on."""
+        for tripwire in self._tripwires:
+            tripwire.arm()
+        self._tripwires.clear()
+
+    def refuse(self, sites: Sequence[Site], done: WeakSet[Any]) -> None:
+        """Raise if a checkpoint is still to be run again."""
+        if all(checkpoint in done for checkpoint in self._checkpoints):
+            return
+        gc.collect()  # a graph that nobody holds any more will not be walked
+        if any(checkpoint not in done for checkpoint in self._checkpoints):
+            raise SiteError(f"{', '.join(map(str, sites))}: {_UNEDITED}")
 
 
 class Edit:
@@ -82,8 +115,7 @@ class Edit:
         flow = Flow(Requests(self._model, self._asked), self)
         self._fired: set[int] = set()
         self._parts: set[tuple[str, int]] = set()
-        self._checkpoints: WeakSet[Any] = WeakSet()  # those with an edit inside
-        self._tripwires: list[_Tripwire] = []
+        self._unfinished = _Unfinished()
         self._states: WeakKeyDictionary[Any, dict[Any, Tensor]] = WeakKeyDictionary()
         flow.open()
         self._flow, self.acted = flow, flow.acted
@@ -96,29 +128,19 @@ class Edit:
         assert flow is not None
         flow.close()
         self._flow = None
-        for tripwire in self._tripwires:
-            tripwire.arm()
-        self._tripwires.clear()
+        self._unfinished.arm()
         if error is None:
-            self._refuse_unfinished(flow)
+            self._unfinished.refuse(self._asked, flow.repeated)
             if self._missing == "error":
                 complain(flow, self._fired, "reached")
-
-    def _refuse_unfinished(self, flow: Flow) -> None:
-        if all(checkpoint in flow.repeated for checkpoint in self._checkpoints):
-            return
-        gc.collect()  # a graph that nobody holds any more will not be walked
-        if any(checkpoint not in flow.repeated for checkpoint in self._checkpoints):
-            names = ", ".join(str(site) for site in self._asked)
-            raise SiteError(f"{names}: {_UNEDITED}")
 
     # ---- receiving ------------------------------------------------------------------------------------------------
 
     def value(self, spot: Spot, tensor: Tensor, call: ModuleCall) -> Tensor:
         new = self._changed(spot, tensor, call)
         if call.regions and not call.again:
-            self._checkpoints.update(call.regions)
-            self._guard(str(spot), new, call)
+            assert self._flow is not None
+            self._unfinished.add(str(spot), new, call, self._flow.repeated)
         return new
 
     def gradient(self, spot: Spot, grad: Tensor, backward: int) -> Tensor:
@@ -145,16 +167,6 @@ class Edit:
                     tensor = _apply(change, tensor, str(spot))
             self._fired.add(number)
         return tensor
-
-    def _guard(self, site: str, edited: Tensor, call: ModuleCall) -> None:
-        assert self._flow is not None
-        done, regions = self._flow.repeated, [weakref.ref(region) for region in call.regions]
-        tripwire = _Tripwire(site, lambda: done.update(r for ref in regions if (r := ref()) is not None))
-        if edited.requires_grad:
-            seams.on_gradient(edited, tripwire)
-        elif isinstance(call.regions[0], Function):
-            seams.on_node(call.regions[0], tripwire)
-        self._tripwires.append(tripwire)
 
 
 def _listed(site: str, change: Change | Sequence[Change]) -> list[Change]:
