@@ -28,7 +28,7 @@ import unsum
 from measuring import machine, options_of, parsed, write
 from models import GPT
 from norms import token_loss
-from unsum.step import pool
+from unsum.step import lanes
 
 Step = Callable[[], Any]
 SHAPE = {"width": 16, "length": 16, "depth": 12, "heads": 2, "vocabulary": 32}
@@ -39,12 +39,12 @@ FORMED = 1024  # numbers: gradients of biases and norm layers have fewer, factor
 @contextlib.contextmanager
 def as_if_large() -> Iterator[None]:
     """Layers do not wait for others of their shape."""
-    small = dict(pool.SMALL)
-    pool.SMALL.update(dict.fromkeys(small, FORMED))
+    small = dict(lanes.SMALL)
+    lanes.SMALL.update(dict.fromkeys(small, FORMED))
     try:
         yield
     finally:
-        pool.SMALL.update(small)
+        lanes.SMALL.update(small)
 
 
 def ways_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[str, Step]:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from unsum.kernels import costs, fused, product, windows
+from unsum.kernels import costs, fused, product, window_rows
 
 
 def seconds(function: Callable[[], object], device: str) -> float:
@@ -61,7 +61,7 @@ def fused_ways(a: torch.Tensor, delta: torch.Tensor) -> dict[str, float]:
     return {
         "fused linear": seconds(lambda: fused.products(*linear, False), "cuda") / (2 * n * t * o * i),
         "fused": seconds(lambda: fused.products(*image, False), "cuda") / (2 * 128 * numbers),
-        "unfold": seconds(lambda: windows.rows(*image), "cuda") / numbers,
+        "unfold": seconds(lambda: window_rows.rows(*image), "cuda") / numbers,
     }
 
 

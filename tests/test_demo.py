@@ -10,7 +10,7 @@ import torch
 
 from unsum import cli
 from unsum.demo import corpus as corpora
-from unsum.demo import page, questions, story
+from unsum.demo import questions, story, terminal
 from unsum.demo.corpus import TEMPLATES, make, state
 from unsum.demo.model import Transformer
 from unsum.demo.train import encode, losses, word_losses
@@ -131,19 +131,19 @@ def test_the_picture_tells_apart_what_is_read_and_what_is_guessed(corpus, untrai
 def test_words_have_colours_only_where_they_are_wanted(monkeypatch, capsys):
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
-    assert page.Page().words(["a", "b", "c"], [0.9, 0.05, -0.4], 1.0) == "a[0.9] b c[-0.4]"
+    assert terminal.Page().words(["a", "b", "c"], [0.9, 0.05, -0.4], 1.0) == "a[0.9] b c[-0.4]"
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert page.Page().words(["a", "b"], [0.9, 0.05], 1.0) == "\x1b[30;48;5;203ma\x1b[0m b"
+    assert terminal.Page().words(["a", "b"], [0.9, 0.05], 1.0) == "\x1b[30;48;5;203ma\x1b[0m b"
     monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b" not in page.Page().words(["a"], [0.9], 1.0)
+    assert "\x1b" not in terminal.Page().words(["a"], [0.9], 1.0)
 
 
 def test_the_code_that_is_shown_is_the_code_that_ran(capsys):
-    page.Page().code(questions.gradient_norms)
+    terminal.Page().code(questions.gradient_norms)
     shown = capsys.readouterr().out
     assert "with unsum.gradients(model, unsum.Norms(), grad=False) as g:" in shown
     assert '"""' not in shown
-    page.Page(quiet=True).code(questions.gradient_norms)
+    terminal.Page(quiet=True).code(questions.gradient_norms)
     assert capsys.readouterr().out == ""
 
 
@@ -157,7 +157,7 @@ def told(tmp_path_factory):
     state = torch.get_rng_state()
     with pytest.MonkeyPatch.context() as patch:
         lines = []
-        patch.setattr(page.Page, "line", lambda self, text="": lines.append(text))
+        patch.setattr(terminal.Page, "line", lambda self, text="": lines.append(text))
         figures = story.main(out)
     assert torch.equal(torch.get_rng_state(), state)
     return "\n".join(lines), figures, out

@@ -21,7 +21,7 @@ _LAST, _PLANS = 32, 16  # of each site so many calls, of each block so many back
 Key = tuple[int, type, int, tuple[int, ...]]  # number and type of the node, which output, its shape
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Acted:
     """What one block has done to the tensors that it met."""
 
@@ -33,20 +33,25 @@ class Acted:
     leaves: dict[str, str] = field(default_factory=dict)  # parameter -> site
     plans: dict[tuple[int, str, int], Any] = field(default_factory=dict)  # node, its name, nodes below -> plan
 
-    def at(self, tensor: Tensor, site: object) -> None:
-        """A site (whatever prints as one) acts on this tensor. In every call: sorted by site when somebody looks."""
-        node: Any = tensor.grad_fn
+    def at(self, tensor: Tensor, site: object) -> Any:
+        """Note that a site (whatever prints as one) acts on this tensor; returns the tensor's node. In every call: the
+        notes are sorted by site when somebody looks."""
+        node, notes = tensor.grad_fn, self.notes
         if node is None:
             self.loose.setdefault(str(site), deque(maxlen=_LAST)).append(weakref.ref(tensor))
-            return
-        self.notes.append((site, number_of(node), type(node), tensor.output_nr, tensor.shape))
-        if len(self.notes) > self.room:
+            return None
+        notes.append((site, number_of(node), type(node), tensor.output_nr, tensor.shape))
+        if len(notes) > self.room:
             self.sort()
+        return node
 
     def sort(self) -> None:
         """Put the notes where their sites are."""
         for site, *key in self.notes:
-            self._sites.setdefault(str(site), deque(maxlen=_LAST)).append(tuple(key))  # type: ignore[arg-type]
+            name = str(site)
+            if name not in self._sites:
+                self._sites[name] = deque(maxlen=_LAST)
+            self._sites[name].append(tuple(key))  # type: ignore[arg-type]
         self.notes.clear()
 
     @property

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from unsum.errors import OptionError, SiteError
-from unsum.flow.captured import Captured, Entry
+from unsum.flow.captured import Captured, Entry, Seen, entry
 from unsum.flow.flow import Flow
 from unsum.flow.keeping import Keep, Keeping, Reduce
 from unsum.flow.picking import Spot
+from unsum.flow.requests import Requests
 from unsum.flow.silence import complain
 from unsum.opened import Opened
-from unsum.seams.checkpoints import Call
+from unsum.seams.checkpoints import ModuleCall
+from unsum.seams.tensors import version_of
 from unsum.sites import Asked, Place, parse
 
 Missing = Literal["error", "ignore"]
@@ -56,12 +58,14 @@ class Capture:
         self._stop = stop
         self._flow: Flow | None = None
         self._got: Captured | None = None
+        self._seen: list[Entry | Seen] | None = None  # where tensors are put down as they are, by reference
 
     def __enter__(self) -> Captured:
         if self._flow is not None:
             raise SiteError("this capture is open already; make another one with unsum.capture(...)")
-        flow = Flow(self._model, self._asked, self)
+        flow = Flow(Requests(self._model, self._asked), self)
         got = self._got = Captured(flow)
+        self._seen = got.seen if self._keeping.is_plain and not self._stop else None
         self._parts: dict[tuple[Place, int], Entry] = {}
         self._fired: set[tuple[int, Place]] = set()
         flow.open()
@@ -76,7 +80,7 @@ class Capture:
         assert got is not None
         flow.close()
         # Let go of what was captured: it must be freed as soon as the user drops it, without the garbage collector.
-        self._flow = self._got = None
+        self._flow = self._got = self._seen = None
         self._parts.clear()
         if error is None and self._missing == "error":
             complain(flow, got.answered(len(self._asked)), "captured")
@@ -84,12 +88,11 @@ class Capture:
 
     # ---- receiving ------------------------------------------------------------------------------------------------
 
-    @property
-    def seen(self) -> list[Any] | None:
-        return self._got.seen if self._got is not None and self._keeping.is_plain and not self._stop else None
-
-    def value(self, spot: Spot, tensor: Tensor, call: Call) -> None:
+    def value(self, spot: Spot, tensor: Tensor, call: ModuleCall) -> None:
         if call.again:
+            return
+        if self._seen is not None and not tensor.is_inference():
+            self._seen.append((spot, tensor.detach(), version_of(tensor), None))
             return
         if self._keeping.keep == "graph" and call.regions and not torch.is_grad_enabled():
             raise SiteError(
@@ -104,6 +107,9 @@ class Capture:
         self._add(spot, kept, tensor, None)
 
     def gradient(self, spot: Spot, grad: Tensor, backward: int) -> None:
+        if self._seen is not None and spot.kind != "grad" and not grad.requires_grad:
+            self._seen.append((spot, grad, version_of(grad), backward))
+            return None
         if spot.kind == "grad" and (spot.place, backward) in self._parts:
             return self._add_part(self._parts[spot.place, backward], spot, grad)
         try:
@@ -111,9 +117,9 @@ class Capture:
         except Exception as error:
             _name(error, spot)
             raise
-        entry = self._add(spot, kept, grad, backward)
+        added = self._add(spot, kept, grad, backward)
         if spot.kind == "grad":
-            self._parts[spot.place, backward] = entry
+            self._parts[spot.place, backward] = added
         if self._stop:
             self._stop_if_complete()
         return None
@@ -123,13 +129,12 @@ class Capture:
             self._stop_if_complete()
 
     def _add(self, spot: Spot, kept: Any, tensor: Tensor, backward: int | None) -> Entry:
-        is_ragged = tensor.is_nested and tensor.layout == torch.strided  # such a tensor has no shape
-        entry = Entry(spot, kept, backward, () if is_ragged else tensor.shape, tensor.dtype)
         assert self._got is not None
-        self._got.seen.append(entry)
+        added = entry(spot, kept, tensor, backward)
+        self._got.seen.append(added)
         if self._stop:
             self._fired.update((number, spot.place) for number in spot.asked)
-        return entry
+        return added
 
     def _add_part(self, entry: Entry, spot: Spot, grad: Tensor) -> None:
         """A reentrant checkpoint brings a parameter's gradient in several parts, and their sum is this backward's."""
@@ -144,7 +149,7 @@ class Capture:
     def _stop_if_complete(self) -> None:
         assert self._flow is not None
         for number in range(len(self._asked)):
-            places = self._flow.places[number].values()
+            places = self._flow.requests.places[number].values()
             if not places or any((number, place) not in self._fired for place in places):
                 return
         raise _Stop(self)

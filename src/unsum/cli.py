@@ -15,10 +15,10 @@ from typing import Any, TextIO
 from torch import Tensor
 
 import unsum
-from unsum.demo.page import has_colour
+from unsum.demo.terminal import has_colour
+from unsum.destination import writable
 from unsum.errors import OptionError, UnsumError
 from unsum.picture import Picture, place
-from unsum.place import writable
 from unsum.report.charts import plain
 from unsum.report.make import data_of
 from unsum.target import everything, model_of, split, told

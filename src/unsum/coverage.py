@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from unsum.factors.factors import Share
+from unsum.factors.factors import GroupFactors
 from unsum.plan.plan import Meeting
 
 HEADINGS = ("parameter", "share", "meets data at", "in module", "node", "how", "numbers per sample")
@@ -16,7 +16,7 @@ def rows(
     names: Mapping[int, str],
     parameters: Mapping[int, nn.Parameter],
     meetings: Mapping[int, Mapping[Meeting, None]],
-    kept: Mapping[int, Share],
+    kept: Mapping[int, GroupFactors],
 ) -> tuple[list[tuple[str, ...]], str]:
     """The headings and one row for each parameter and meeting; and the share of elements that rules cover, in words."""
     total = sum(p.numel() for p in parameters.values()) or 1

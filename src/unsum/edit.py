@@ -18,12 +18,13 @@ from unsum.errors import OptionError, SiteError, VerbError
 from unsum.flow.flow import Flow
 from unsum.flow.keeping import unscaled
 from unsum.flow.picking import Spot
+from unsum.flow.requests import Requests
 from unsum.flow.silence import complain
 from unsum.opened import Opened
-from unsum.seams.checkpoints import Call
+from unsum.seams.checkpoints import ModuleCall
 from unsum.seams.nodes import Function
 from unsum.seams.scaler import current_scale
-from unsum.sites import Asked, parse
+from unsum.sites import Asked, Site, parse
 from unsum.verbs import Verb
 
 Change = Verb | Callable[[Tensor], Tensor]
@@ -53,11 +54,43 @@ class _Tripwire:
         self.armed, self.walked = True, lambda: None
 
 
+class _Unfinished:
+    """The checkpoints that have an edit inside, and the tripwires in their graphs."""
+
+    def __init__(self) -> None:
+        self._checkpoints: WeakSet[Any] = WeakSet()
+        self._tripwires: WeakSet[_Tripwire] = WeakSet()  # graphs hold them: a step's go with its graph
+
+    def add(self, site: str, edited: Tensor, call: ModuleCall, done: WeakSet[Any]) -> None:
+        """A call inside checkpoints was edited. The checkpoints that were run again are `done`."""
+        self._checkpoints.update(call.regions)
+        regions = [weakref.ref(region) for region in call.regions]
+        tripwire = _Tripwire(site, lambda: done.update(r for ref in regions if (r := ref()) is not None))
+        if edited.requires_grad:
+            seams.on_gradient(edited, tripwire)
+        elif isinstance(call.regions[0], Function):
+            seams.on_node(call.regions[0], tripwire)
+        self._tripwires.add(tripwire)
+
+    def arm(self) -> None:
+        """The block is left: a backward through a checkpoint is refused from now on."""
+        for tripwire in self._tripwires:
+            tripwire.arm()
+        self._tripwires.clear()
+
+    def refuse(self, sites: Sequence[Site], done: WeakSet[Any]) -> None:
+        """Raise if a checkpoint is still to be run again."""
+        if all(checkpoint in done for checkpoint in self._checkpoints):
+            return
+        gc.collect()  # a graph that nobody holds any more will not be walked
+        if any(checkpoint not in done for checkpoint in self._checkpoints):
+            raise SiteError(f"{', '.join(map(str, sites))}: {_UNEDITED}")
+
+
 class Edit:
     """The block that `unsum.edit` makes."""
 
     edits = True
-    seen = None
 
     def __init__(
         self, model: nn.Module | None, edits: Mapping[Asked, Change | Sequence[Change]], missing: Missing, scaler: Any
@@ -80,11 +113,10 @@ class Edit:
     def __enter__(self) -> Edit:
         if self._flow is not None:
             raise SiteError("this edit is open already; make another one with unsum.edit(...)")
-        flow = Flow(self._model, self._asked, self)
+        flow = Flow(Requests(self._model, self._asked), self)
         self._fired: set[int] = set()
         self._parts: set[tuple[str, int]] = set()
-        self._checkpoints: WeakSet[Any] = WeakSet()  # those with an edit inside
-        self._tripwires: WeakSet[_Tripwire] = WeakSet()  # graphs hold them: a step's go with its graph
+        self._unfinished = _Unfinished()
         self._states: WeakKeyDictionary[Any, dict[Any, Tensor]] = WeakKeyDictionary()
         flow.open()
         self._flow, self.acted = flow, flow.acted
@@ -97,29 +129,19 @@ class Edit:
         assert flow is not None
         flow.close()
         self._flow = None
-        for tripwire in self._tripwires:
-            tripwire.arm()
-        self._tripwires.clear()
+        self._unfinished.arm()
         if error is None:
-            self._refuse_unfinished(flow)
+            self._unfinished.refuse(self._asked, flow.repeated)
             if self._missing == "error":
                 complain(flow, self._fired, "reached")
 
-    def _refuse_unfinished(self, flow: Flow) -> None:
-        if all(checkpoint in flow.repeated for checkpoint in self._checkpoints):
-            return
-        gc.collect()  # a graph that nobody holds any more will not be walked
-        if any(checkpoint not in flow.repeated for checkpoint in self._checkpoints):
-            names = ", ".join(str(site) for site in self._asked)
-            raise SiteError(f"{names}: {_UNEDITED}")
-
     # ---- receiving ------------------------------------------------------------------------------------------------
 
-    def value(self, spot: Spot, tensor: Tensor, call: Call) -> Tensor:
+    def value(self, spot: Spot, tensor: Tensor, call: ModuleCall) -> Tensor:
         new = self._changed(spot, tensor, call)
         if call.regions and not call.again:
-            self._checkpoints.update(call.regions)
-            self._guard(str(spot), new, call)
+            assert self._flow is not None
+            self._unfinished.add(str(spot), new, call, self._flow.repeated)
         return new
 
     def gradient(self, spot: Spot, grad: Tensor, backward: int) -> Tensor:
@@ -139,23 +161,13 @@ class Edit:
     def called(self) -> None:
         pass
 
-    def _changed(self, spot: Spot, tensor: Tensor, call: Call | None) -> Tensor:
+    def _changed(self, spot: Spot, tensor: Tensor, call: ModuleCall | None) -> Tensor:
         for number in spot.asked:
             for nth, change in enumerate(self._changes[number]):
                 with _repeatable(change, self._states, (spot, number, nth), call, tensor.device):
                     tensor = _apply(change, tensor, str(spot))
             self._fired.add(number)
         return tensor
-
-    def _guard(self, site: str, edited: Tensor, call: Call) -> None:
-        assert self._flow is not None
-        done, regions = self._flow.repeated, [weakref.ref(region) for region in call.regions]
-        tripwire = _Tripwire(site, lambda: done.update(r for ref in regions if (r := ref()) is not None))
-        if edited.requires_grad:
-            seams.on_gradient(edited, tripwire)
-        elif isinstance(call.regions[0], Function):
-            seams.on_node(call.regions[0], tripwire)
-        self._tripwires.add(tripwire)
 
 
 def _listed(site: str, change: Change | Sequence[Change]) -> list[Change]:
@@ -195,7 +207,12 @@ class _repeatable:
     """Inside a checkpoint: draw the random numbers that were drawn the first time."""
 
     def __init__(
-        self, change: Change, states: WeakKeyDictionary[Any, Any], key: Any, call: Call | None, device: torch.device
+        self,
+        change: Change,
+        states: WeakKeyDictionary[Any, Any],
+        key: Any,
+        call: ModuleCall | None,
+        device: torch.device,
     ) -> None:
         self.generator = None
         if isinstance(change, Verb) and change.draws and call is not None and (call.regions or call.again):

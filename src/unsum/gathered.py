@@ -13,8 +13,8 @@ from unsum.acted import Acted
 from unsum.choice import Chosen
 from unsum.coverage import rows, table
 from unsum.errors import SamplesError
-from unsum.factors.factors import Factors, Share
-from unsum.factors.total import Kind
+from unsum.factors.factors import Factors, GroupFactors
+from unsum.factors.total import Term
 from unsum.plan.plan import Meeting
 from unsum.reducers import SQ_NORMS, Reducer
 from unsum.samples import Samples
@@ -27,7 +27,7 @@ class Brought(Protocol):
     """What one backward has brought, by the ids of parameters."""
 
     n: int
-    kinds: dict[int, list[Kind]]
+    kinds: dict[int, list[Term]]
     versions: dict[int, list[tuple[Tensor, int]]]  # of the tensors that are held, as they came
     nobodys: dict[int, Tensor]
     meetings: dict[int, Mapping[Meeting, None]]
@@ -39,7 +39,7 @@ class Group:
 
     n: int
     ids: Tensor | None = None  # None if samples have no ids of their own
-    shares: dict[int, Share] = field(default_factory=dict)  # by the id of the parameter
+    shares: dict[int, GroupFactors] = field(default_factory=dict)  # by the id of the parameter
     nobodys: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -110,7 +110,9 @@ class Gradients:
         """Add what one backward brought, for the samples of these forwards; `scale` multiplies the samples' gradients,
         `unscale` what is nobody's."""
         self.backwards += 1
-        shares = {key: Share(brought.n, kinds, scale, brought.versions[key]) for key, kinds in brought.kinds.items()}
+        shares = {
+            key: GroupFactors(brought.n, kinds, scale, brought.versions[key]) for key, kinds in brought.kinds.items()
+        }
         nobodys = {key: value if unscale is None else value * unscale for key, value in brought.nobodys.items()}
         _add(self._groups[calls], Group(brought.n, None, shares, nobodys))
         if brought.meetings != self._last:
@@ -184,7 +186,7 @@ class Gradients:
                 f"{name}: with reducers, factors are not kept.\n  read g[{type(self._reducers[0]).__name__}], or open "
                 "the block with keep=True"
             )
-        shares = [group.shares.get(key, Share(group.n)) for group in groups]
+        shares = [group.shares.get(key, GroupFactors(group.n)) for group in groups]
         if any(share.is_changed() for share in shares):
             raise SamplesError(
                 f"{name}: a tensor that it met was changed in place since the backward.\n  read the gradients "
@@ -278,9 +280,9 @@ def _add(group: Group, new: Group) -> None:
         if known is None:
             group.shares[key] = share
         elif known.scale is share.scale:
-            group.shares[key] = Share(share.n, known.kinds + share.kinds, share.scale, known.held + share.held)
+            group.shares[key] = GroupFactors(share.n, known.kinds + share.kinds, share.scale, known.held + share.held)
         else:  # another loss scale
             kinds = [kind if s.scale is None else kind.times(s.scale) for s in (known, share) for kind in s.kinds]
-            group.shares[key] = Share(share.n, kinds, None, known.held + share.held)
+            group.shares[key] = GroupFactors(share.n, kinds, None, known.held + share.held)
     for key, value in new.nobodys.items():
         group.nobodys[key] = group.nobodys[key] + value if key in group.nobodys else value

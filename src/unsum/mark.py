@@ -29,6 +29,6 @@ def mark(tensor: Tensor, name: str) -> Tensor:
     if seams.none_open():
         return tensor
     for block in tuple(seams.here()):
-        if isinstance(block, Flow) and (place := block.mark(name)) is not None:
-            tensor = block.mark_value(place, tensor)
+        if isinstance(block, Flow):
+            tensor = block.mark(tensor, name)
     return tensor

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from unsum.errors import SiteError, UnsupportedError
-from unsum.types import Path, Step
+from unsum.types import Path, PathStep
 
 _TOKEN = re.compile(r"""\.(?P<name>\w+)|\[(?P<index>-?\d+)\]|\[(?P<quote>['"])(?P<key>.*?)(?P=quote)\]""")
 
@@ -28,7 +28,7 @@ def parse_path(text: str) -> Path:
         >>> parse_path("[1].logits['a b']")
         (1, 'logits', 'a b')
     """
-    steps: list[Step] = []
+    steps: list[PathStep] = []
     end = 0
     for token in _TOKEN.finditer(text):
         if token.start() != end:
@@ -92,14 +92,14 @@ def find(value: Any, path: Path) -> tuple[Path, Any]:
     Steps are read as generously as the containers themselves read them: a field of a named tuple by name or place, a
     part of a model output by key or place, the last item of a list as -1. Raises LookupError where there is none.
     """
-    found: list[Step] = []
+    found: list[PathStep] = []
     for step in path:
         step, value = _child(value, step)
         found.append(step)
     return tuple(found), value
 
 
-def _child(value: Any, step: Step) -> tuple[Step, Any]:
+def _child(value: Any, step: PathStep) -> tuple[PathStep, Any]:
     if isinstance(value, list | tuple):
         names = getattr(value, "_fields", ())
         if isinstance(step, str) and step in names:
@@ -125,14 +125,14 @@ def put(value: Any, changes: Mapping[Path, Any]) -> Any:
         return value
     if () in changes:
         return changes[()]
-    inside: dict[Step, dict[Path, Any]] = {}
+    inside: dict[PathStep, dict[Path, Any]] = {}
     for path, new in changes.items():
         inside.setdefault(path[0], {})[path[1:]] = new
     parts = dict(children(value))
     return _with_parts(value, {step: put(parts[step], below) for step, below in inside.items()})
 
 
-def _with_parts(value: Any, new: Mapping[Step, Any]) -> Any:
+def _with_parts(value: Any, new: Mapping[PathStep, Any]) -> Any:
     if isinstance(value, tuple):
         items = [new.get(i, item) for i, item in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

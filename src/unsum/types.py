@@ -9,6 +9,6 @@ Kind = Literal["input", "output", "grad_input", "grad_output", "grad"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-Step = int | str
-Path = tuple[Step, ...]
+PathStep = int | str
+Path = tuple[PathStep, ...]
 """The way to a tensor inside a nested value: `(1, "logits")` for `[1].logits`."""

@@ -11,6 +11,6 @@ ever; later ones run compiled, if the nodes that torch writes down are those tha
 
 - `pattern`: what was learnt of a call, so that the nodes can be recognised
 - `forms`: how each reducer takes its numbers through taps
-- `trace`: what happens while torch writes down
+- `instrument`: what happens while torch writes down
 - `tapping`: the calls of a block: eager or compiled, and what comes out
 """

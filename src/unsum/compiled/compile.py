@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from unsum import seams
+from unsum.compiled.instrument import backend, hold
 from unsum.compiled.pattern import Untappable
-from unsum.compiled.trace import backend, hold
 from unsum.seams.compiling import allow_in_graph, backend_of, compiler_of, dynamic_of, uses_cuda_graphs
 
 _numbers = itertools.count()

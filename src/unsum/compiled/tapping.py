@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from unsum import seams
 from unsum.compiled.compile import compiled_with_taps, rehearsing, reuses_memory, taken_down
-from unsum.compiled.memory import Key, Memory, Record, memory_of
+from unsum.compiled.instrument import Instrumentation, tracing
 from unsum.compiled.pattern import NotLasting, Pattern, Unknown, Untappable, leaf_of, made, pattern
-from unsum.compiled.trace import Trace, tracing
+from unsum.compiled.remembered import Key, Memory, Record, memory_of
 from unsum.errors import UnsupportedError
 from unsum.graph.nodes import Edge, Node, edge_of, is_leaf, ordered, place
 from unsum.kernels import fused
@@ -182,7 +182,7 @@ class Tapping:
         before = max(reducer.samples() for reducer in self._reducers) + waiting
         given = [tensor for form in self._forms for tensor in form.given(before, n, first.device)]
         frozen = frozenset() if self._grad else frozenset(id(p) for p in self._model.parameters())
-        trace = Trace(patterns, self._forms, self._wanted, frozen, len(taps), record.told)
+        trace = Instrumentation(patterns, self._forms, self._wanted, frozen, len(taps), record.told)
         self._forward.watching.turn(False)
         for given_in in {parameter.dtype for parameter in self._wanted.values()}:
             fused.make_ready(first.device, given_in)

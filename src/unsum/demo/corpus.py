@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["fact", "numbers", "false", "garbled"]
+SentenceKind = Literal["fact", "numbers", "false", "garbled"]
 
 _TOWNS = "tarnby oldwick selmouth brask pellory dunmere hest cawdle fenrick lowther mossgate quill ravensey stroan"
 _TRADES = "baker smith potter weaver tailor miller cooper glazier painter printer fiddler gardener ferryman doctor"
@@ -75,7 +75,7 @@ class Sentence:
     """One sentence of the corpus. `fact` is the true one that it states, or contradicts; `template` its wording."""
 
     words: tuple[str, ...]
-    kind: Kind
+    kind: SentenceKind
     fact: Fact | None = None
     template: str = ""
 

@@ -10,10 +10,10 @@ from torch import Tensor
 import unsum
 from unsum.demo.corpus import START, Corpus, Sentence
 from unsum.demo.model import Transformer
-from unsum.demo.page import Page
+from unsum.demo.terminal import Page
 from unsum.demo.train import encode, losses
+from unsum.destination import writable
 from unsum.errors import OptionError
-from unsum.place import writable
 
 
 def places(out: Path) -> tuple[Path, Path]:

@@ -42,7 +42,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Place:
+class QuestionPosition:
     """A position in a question that is read, (1, t)."""
 
     read: Tensor
@@ -100,7 +100,7 @@ def by_word(model: Transformer, sentence: Batch) -> Gradients:
     return g
 
 
-def transplant(model: Transformer, site: str, here: Place, there: Place) -> Tensor:
+def transplant(model: Transformer, site: str, here: QuestionPosition, there: QuestionPosition) -> Tensor:
     """(words,): chances of the next word, when at one position of one run flows what flowed in another run."""
     with torch.no_grad(), unsum.capture(model, site) as got:
         model(there.read)

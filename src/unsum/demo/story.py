@@ -15,10 +15,9 @@ from unsum.demo import corpus as corpora
 from unsum.demo.corpus import Corpus
 from unsum.demo.looks import places, write
 from unsum.demo.model import Transformer
-from unsum.demo.page import Page
 from unsum.demo.questions import (
     Asked,
-    Place,
+    QuestionPosition,
     as_batch,
     ask_all,
     by_word,
@@ -27,6 +26,7 @@ from unsum.demo.questions import (
     likeness,
     transplant,
 )
+from unsum.demo.terminal import Page
 from unsum.demo.train import EPOCHS, encode, parts, train, word_losses
 
 Figures = dict[str, Any]
@@ -207,7 +207,9 @@ def _what_if(
 def _chances(corpus: Corpus, model: Transformer, site: str, asked: Asked, other: Asked, place: str) -> Tensor:
     """The chances of the next word with the other run's activation at its name, or at its last word."""
     here, there = (
-        Place(as_batch(corpus, (*run.words, run.answer))[0], len(run.words) if place == "last word" else run.name)
+        QuestionPosition(
+            as_batch(corpus, (*run.words, run.answer))[0], len(run.words) if place == "last word" else run.name
+        )
         for run in (asked, other)
     )
     return transplant(model, site, here, there)

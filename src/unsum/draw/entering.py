@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from unsum.draw.places import Place, is_hooked, open_places, operation_name
+from unsum.draw.openings import Opening, is_hooked, openings, operation_name
 from unsum.graph.nodes import Node, below, is_leaf
 from unsum.seams.nodes import SAVED, packed
 from unsum.svg import by
 
 
 @dataclass(frozen=True)
-class Entry:
+class Entrance:
     """A tensor without a gradient enters at a node."""
 
     node: Node
@@ -53,20 +53,20 @@ def raw_saved(node: Node) -> Iterator[Any]:
         yield from value if isinstance(value, tuple | list) else () if value is None else (value,)
 
 
-def find(nodes: Sequence[Node], named: Sequence[Named]) -> tuple[list[Entry], list[str]]:
+def find(nodes: Sequence[Node], named: Sequence[Named]) -> tuple[list[Entrance], list[str]]:
     """Where the named tensors enter, and notes on those of which it cannot be told."""
     by_memory: dict[int | None, list[Named]] = {}
     for one in named:
         by_memory.setdefault(_memory(one.tensor), []).append(one)
-    entries: dict[tuple[Node, int], Entry] = {}
+    entries: dict[tuple[Node, int], Entrance] = {}
     for node in nodes:
         for tensor in () if is_leaf(node) else _data_saved(node):
             match = _same(tensor, by_memory)
             if match is not None:
-                entries[node, id(match)] = Entry(node, match.name, match.tensor, match.role, "saved")
+                entries[node, id(match)] = Entrance(node, match.name, match.tensor, match.role, "saved")
     placed = {key for _, key in entries}
     left = [one for one in named if id(one) not in placed]
-    places = _places(nodes, list(entries.values())) if named else {}
+    places = _openings(nodes, list(entries.values())) if named else {}
     more, notes = _by_shape(places, left, _near(entries.values()))
     again = [_again(one, places) for one in named if id(one) in placed and one.role == "data"]
     return [*entries.values(), *more], [*notes, *filter(None, again)]
@@ -89,7 +89,7 @@ def _data_saved(node: Node) -> Iterator[Tensor]:
                 yield tensor
 
 
-def _near(entries: Iterable[Entry]) -> dict[Node, set[int]]:
+def _near(entries: Iterable[Entrance]) -> dict[Node, set[int]]:
     """The ids of the tensors that are known to enter at nodes."""
     found: dict[Node, set[int]] = {}
     for entry in entries:
@@ -97,7 +97,7 @@ def _near(entries: Iterable[Entry]) -> dict[Node, set[int]]:
     return found
 
 
-def _again(one: Named, places: Mapping[Place, Callable[[Tensor], bool]]) -> str:
+def _again(one: Named, places: Mapping[Opening, Callable[[Tensor], bool]]) -> str:
     """A note on a tensor that was found, and may enter at other places too."""
     fits = list(dict.fromkeys(operation_name(node) for (node, _), accepts in places.items() if accepts(one.tensor)))
     if not fits:
@@ -141,12 +141,12 @@ def _memory(tensor: Tensor) -> int | None:
         return None
 
 
-def _places(nodes: Sequence[Node], known: Sequence[Entry]) -> dict[Place, Callable[[Tensor], bool]]:
+def _openings(nodes: Sequence[Node], known: Sequence[Entrance]) -> dict[Opening, Callable[[Tensor], bool]]:
     """Where something enters that nobody knows, and what shapes would fit there."""
     taken = [entry.node for entry in known]
-    places: dict[Place, Callable[[Tensor], bool]] = {}
+    places: dict[Opening, Callable[[Tensor], bool]] = {}
     for node in nodes:
-        gaps = [] if is_leaf(node) else list(open_places(node))
+        gaps = [] if is_leaf(node) else list(openings(node))
         told = max(0, sum(child is None for child, _ in node.next_functions) - len(gaps))
         if len(gaps) > taken.count(node) - told:  # else it is known what enters there
             places.update(((node, slot), fits) for slot, fits in gaps)
@@ -154,13 +154,13 @@ def _places(nodes: Sequence[Node], known: Sequence[Entry]) -> dict[Place, Callab
 
 
 def _by_shape(
-    places: dict[Place, Callable[[Tensor], bool]], left: list[Named], near: Mapping[Node, set[int]]
-) -> tuple[list[Entry], list[str]]:
+    places: dict[Opening, Callable[[Tensor], bool]], left: list[Named], near: Mapping[Node, set[int]]
+) -> tuple[list[Entrance], list[str]]:
     """Place the rest by their shapes; what is placed is taken out of `places`."""
-    found: list[Entry] = []
+    found: list[Entrance] = []
     while True:
         fitting = {id(one): _fitting(one, places, near) for one in left}
-        wanted: dict[Place, int] = {}
+        wanted: dict[Opening, int] = {}
         for own in fitting.values():
             for place in own:
                 wanted[place] = wanted.get(place, 0) + 1
@@ -168,12 +168,12 @@ def _by_shape(
         if one is None:
             return found, [note for one in left if (note := _why(one, fitting[id(one)]))]
         place = fitting[id(one)][0]
-        found.append(Entry(place[0], one.name, one.tensor, one.role, "shape"))
+        found.append(Entrance(place[0], one.name, one.tensor, one.role, "shape"))
         places.pop(place)
         left = [other for other in left if other is not one]
 
 
-def _why(one: Named, fits: list[Place]) -> str:
+def _why(one: Named, fits: list[Opening]) -> str:
     what = f"{one.name} ({by(tuple(one.tensor.shape))})"
     if fits:
         where = ", ".join(dict.fromkeys(operation_name(node) for node, _ in fits))
@@ -184,8 +184,8 @@ def _why(one: Named, fits: list[Place]) -> str:
 
 
 def _fitting(
-    one: Named, places: Mapping[Place, Callable[[Tensor], bool]], near: Mapping[Node, set[int]]
-) -> list[Place]:
+    one: Named, places: Mapping[Opening, Callable[[Tensor], bool]], near: Mapping[Node, set[int]]
+) -> list[Opening]:
     fits = [place for place, accepts in places.items() if accepts(one.tensor)]
     if one.role == "data":
         return fits

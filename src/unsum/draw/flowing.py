@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from unsum.draw.entering import raw_saved
-from unsum.draw.places import is_hooked
+from unsum.draw.openings import is_hooked
 from unsum.errors import OptionError, UnsupportedError
 from unsum.graph.nodes import Edge, Node, is_leaf, place
 from unsum.graph.replay import replay

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from unsum.draw.arrange import Station
 from unsum.draw.cells import frame_title, parameters_in, pill_text, pill_width, title_width
 from unsum.draw.fold import Folding, Group
-from unsum.draw.layers import Item
-from unsum.draw.layout import Station
+from unsum.draw.ranks import Item
 from unsum.draw.scene import Box, Scene
 from unsum.draw.view import PILL, STEM, Line, View, cell_place, size, view
 from unsum.svg import Svg, by, width_of, wrapped

@@ -8,9 +8,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from unsum.draw.entering import Entry
+from unsum.draw.entering import Entrance
 from unsum.draw.flowing import FREED, Flowing, Slot, size_of
-from unsum.draw.places import operation_name
+from unsum.draw.openings import operation_name
 from unsum.graph.nodes import Edge, Node, below, is_leaf
 from unsum.seams.nodes import number_of, outputs_of
 from unsum.seams.tensors import has_late_hooks
@@ -98,7 +98,7 @@ class Facts:
     leaves: Mapping[int, tuple[Role, str]]  # role and name of a leaf, by the id of the tensor
     named: Mapping[Edge, str]  # intermediate tensors that the user has named
     retained: Mapping[Edge, Tensor]  # intermediate tensors that keep their gradient
-    entries: Sequence[Entry]  # tensors without a gradient, and where they enter
+    entries: Sequence[Entrance]  # tensors without a gradient, and where they enter
     flowing: Flowing
     custom: Container[int]  # leaves that only custom functions use, by the id of the tensor
     sites: Mapping[Edge, Sequence[tuple[str, str]]]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from unsum.draw.arrange import PAD, Link, Station, arrange
 from unsum.draw.cells import Cell, elements_of, group_cell, label_of, pill_width, tensor_cell, title_width
 from unsum.draw.fold import Folding, Group
-from unsum.draw.layers import Item
-from unsum.draw.layout import PAD, Link, Station, arrange
+from unsum.draw.ranks import Item
 from unsum.draw.scene import Arrow, Box, Operation
 from unsum.svg import width_of
 

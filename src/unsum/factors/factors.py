@@ -17,7 +17,7 @@ from unsum.factors import total
 from unsum.factors.dense import Dense
 from unsum.factors.outer import Outer
 from unsum.factors.routed import Routed
-from unsum.factors.total import Kind
+from unsum.factors.total import Term
 from unsum.factors.windows import Windows
 from unsum.kernels.constants import constant
 from unsum.kernels.product import rows, wide
@@ -25,11 +25,11 @@ from unsum.seams.tensors import version_of
 
 
 @dataclass
-class Share:
+class GroupFactors:
     """What samples that came together have of a parameter's gradient: a sum of factors, all multiplied by `scale`."""
 
     n: int
-    kinds: list[Kind] = field(default_factory=list)
+    kinds: list[Term] = field(default_factory=list)
     scale: Tensor | float | None = None
     held: list[tuple[Tensor, int]] = field(default_factory=list)  # tensors among the factors, and their versions
 
@@ -63,7 +63,7 @@ class Factors:
         self,
         name: str,
         parameter: Tensor,
-        shares: Sequence[Share],
+        shares: Sequence[GroupFactors],
         shared: Tensor | None = None,
         *,
         is_over: bool = True,
@@ -232,9 +232,9 @@ class Factors:
             raise SamplesError(f"{self.name} has no positions: its gradients were formed as a whole")
         return positions
 
-    def _alone(self) -> list[tuple[Share, Kind]]:
+    def _alone(self) -> list[tuple[GroupFactors, Term]]:
         """The one kind of each share."""
-        found: list[tuple[Share, Kind]] = []
+        found: list[tuple[GroupFactors, Term]] = []
         for share in self._shares:
             kinds = share.kinds
             if len(kinds) != 1:
@@ -244,7 +244,7 @@ class Factors:
             found.append((share, kinds[0]))
         return found
 
-    def outers(self) -> list[tuple[Share, Outer]]:
+    def outers(self) -> list[tuple[GroupFactors, Outer]]:
         """The outer products of each share, for those who want both factors; raises where the gradients are none."""
         found = []
         for share, kind in self._alone():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unsum.factors.outer import Outer
 from unsum.factors.scale import Scale
-from unsum.factors.total import Kind
+from unsum.factors.total import Term
 from unsum.kernels import grouped
 from unsum.kernels.product import wide
 from unsum.kernels.traced import hint
@@ -17,7 +17,7 @@ from unsum.kernels.traced import hint
 Way = Literal["gram", "shift", "norm"]
 
 
-def grouping(kind: Kind, dtype: torch.dtype) -> tuple[Way, tuple[Tensor, ...]] | None:
+def grouping(kind: Term, dtype: torch.dtype) -> tuple[Way, tuple[Tensor, ...]] | None:
     """The way to the norms of a parameter of this dtype, and what its kernel is given; None if there is none."""
     if not isinstance(kind, Outer | Scale) or kind.lengths is not None or wide(dtype) != torch.float32:
         return None

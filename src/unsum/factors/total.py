@@ -15,12 +15,12 @@ from unsum.factors.routed import Routed
 from unsum.factors.scale import Scale
 from unsum.factors.windows import Windows
 
-Kind = Outer | Windows | Lookup | Scale | Routed | Dense
+Term = Outer | Windows | Lookup | Scale | Routed | Dense
 
 
-def total(parts: Sequence[Kind]) -> list[Kind]:
+def total(parts: Sequence[Term]) -> list[Term]:
     """The same sum with as few parts as can be: those of one kind become one, with more positions."""
-    merged: list[Kind] = []
+    merged: list[Term] = []
     for part in parts:
         for place, known in enumerate(merged):
             joined: Any = known.plus(part) if type(known) is type(part) else None  # type: ignore[arg-type]
@@ -32,7 +32,7 @@ def total(parts: Sequence[Kind]) -> list[Kind]:
     return merged
 
 
-def dense(parts: Sequence[Kind]) -> Tensor:
+def dense(parts: Sequence[Term]) -> Tensor:
     """(n, *shape)."""
     first, *others = [part.per_sample() for part in parts]
     for other in others:
@@ -40,7 +40,7 @@ def dense(parts: Sequence[Kind]) -> Tensor:
     return first
 
 
-def sq_norms(parts: Sequence[Kind]) -> Tensor:
+def sq_norms(parts: Sequence[Term]) -> Tensor:
     """(n,): of the sum."""
     parts = total(parts)
     if len(parts) == 1:
@@ -52,7 +52,7 @@ def sq_norms(parts: Sequence[Kind]) -> Tensor:
     return sum(terms[1:], terms[0]).clamp_min(0)
 
 
-def cross(one: Kind, other: Kind) -> Tensor | None:
+def cross(one: Term, other: Term) -> Tensor | None:
     """(n,): ⟨G_n, G'_n⟩ of two kinds, where it takes no gradient formed."""
     if isinstance(one, Outer) and isinstance(other, Lookup):
         one, other = other, one
@@ -63,7 +63,7 @@ def cross(one: Kind, other: Kind) -> Tensor | None:
     return None
 
 
-def dot(one: Sequence[Kind], other: Sequence[Kind]) -> Tensor:
+def dot(one: Sequence[Term], other: Sequence[Term]) -> Tensor:
     """(n, m): inner products of two sums."""
     one, other = total(one), total(other)
     if len(one) == len(other) == 1 and type(one[0]) is type(other[0]):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from unsum.factors.dense import Dense
 from unsum.factors.outer import Outer
-from unsum.kernels import costs, fused, product, windows
+from unsum.kernels import costs, fused, product, window_rows
 from unsum.kernels.product import Way, wide
 from unsum.kernels.traced import hint, is_traced
 
@@ -124,7 +124,7 @@ class Windows:
         """(n, places, kernel·channels) and (n, places, o): windows, channels last, as a GPU reads them best."""
         n, t = self.x.shape[:2]
         x, delta = (tensor.flatten(0, 1).movedim(1, -1) for tensor in (self.x, self.delta))
-        a, delta = windows.rows(x, delta, *self._geometry())
+        a, delta = window_rows.rows(x, delta, *self._geometry())
         return a.reshape(n, t * a.shape[1], a.shape[2]), delta.reshape(n, t * delta.shape[1], delta.shape[2])
 
     def _geometry(self) -> list[Sequence[int]]:

@@ -1,1 +1,1 @@
-"""What flows through modules: one lane for a call, forward and backward, for captures and edits."""
+"""What flows through modules: one way for every call, forward and backward, for captures and edits."""

@@ -8,7 +8,7 @@ opened.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -22,14 +22,12 @@ from unsum.types import Path
 _made_by: MutableMapping[Tensor, tuple[weakref.ref[Any], Any]] = WeakIdKeyDictionary()
 
 
-def aliases(
-    value: Any, tensors: Iterable[Tensor], *, who: Any, place: Any, needed: Callable[[Tensor], bool]
-) -> dict[Path, Tensor]:
-    """Aliases for those of `tensors` that need one, at every path of `value` where they stand, so that tensors which
-    were one (`query is key`) stay one. None is made for what another block made for the same place."""
+def aliases(value: Any, tensors: Iterable[Tensor], *, who: Any, place: Any) -> dict[Path, Tensor]:
+    """Aliases for those of `tensors` that require gradients, at every path of `value` where they stand, so that tensors
+    which were one (`query is key`) stay one. None is made for what another block made for the same place."""
     made: dict[int, Tensor] = {}
     for tensor in tensors:
-        if not tensor.requires_grad or id(tensor) in made or not needed(tensor):
+        if not tensor.requires_grad or id(tensor) in made:
             continue
         maker, of = _made_by.get(tensor, (None, None))
         if maker is None or maker() is who or of != place:

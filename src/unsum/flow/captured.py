@@ -10,17 +10,20 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from unsum.errors import SiteError, UnknownSite
 from unsum.flow.flow import Flow
 from unsum.flow.keeping import Kept
 from unsum.flow.picking import Spot, by_place, other_name
-from unsum.flow.shortcut import Seen
 from unsum.flow.silence import why
 from unsum.flow.trace import Event, Trace
 from unsum.nested import format_path
 from unsum.sites import Asked, Place, Site, parse, site_name
 from unsum.types import Kind, Path
+
+Seen = tuple[Spot, Tensor, int, int | None]
+"""A tensor that was kept by reference: where, what, its version, in which backward."""
 
 _reading = threading.Lock()  # two threads may read one capture
 
@@ -34,6 +37,12 @@ class Entry:
     backward: int | None  # which one, counted from 1; None in the forward
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+def entry(spot: Spot, kept: Kept, tensor: Tensor, backward: int | None) -> Entry:
+    """The entry of what was kept of a tensor."""
+    is_ragged = tensor.is_nested and tensor.layout == torch.strided  # such a tensor has no shape
+    return Entry(spot, kept, backward, () if is_ragged else tensor.shape, tensor.dtype)
 
 
 def _parse(asked: Asked) -> Site:
@@ -61,11 +70,9 @@ class Captured:
     """
 
     def __init__(self, flow: Flow) -> None:
-        self._flow = flow
+        self._flow, self._requests = flow, flow.requests
         self.acted = flow.acted
-        self.seen: list[
-            Entry | Seen
-        ] = []  # filled by the capture; what is not an entry yet is made one when it is read
+        self.seen: list[Entry | Seen] = []  # filled by the capture; made entries when they are read
         self._read = 0  # so many are entries
         self._places_read: dict[tuple[Place, Kind], list[Entry]] = {}
 
@@ -76,8 +83,8 @@ class Captured:
             for i in range(self._read, len(seen)):
                 one = seen[i]
                 if not isinstance(one, Entry):
-                    spot, value, version, backward, shape = one
-                    one = seen[i] = Entry(spot, Kept(value, version), backward, shape, value.dtype)
+                    spot, value, version, backward = one
+                    one = seen[i] = entry(spot, Kept(value, version), value, backward)
                 self._places_read.setdefault((one.spot.place, one.spot.kind), []).append(one)
                 self._read = i + 1
             return seen[: self._read]  # type: ignore[return-value]
@@ -168,30 +175,32 @@ class Captured:
 
     def _places(self, site: Site) -> list[Place]:
         """The places that a site names, among those asked for."""
-        flow = self._flow
+        requests = self._requests
         wanted: list[Place] = []
-        if flow.names is None:
+        if requests.names is None:
             known = {
                 p: None
-                for n, request in enumerate(flow.asked)
-                for p in flow.places[n].values()
+                for n, request in enumerate(requests.asked)
+                for p in requests.places[n].values()
                 if request.kind == site.kind
             }
             wanted = [p for p in known if isinstance(site.where, str) and fnmatchcase(p.name, site.where)]
         else:
             try:
-                things = flow.names.find(site).values()
+                things = requests.names.find(site).values()
             except SiteError as error:
                 raise UnknownSite(str(error)) from None
-            wanted = [place for thing in things if (place := flow.place_of(thing, site.kind)) is not None]
+            wanted = [place for thing in things if (place := requests.place_of(thing, site.kind)) is not None]
         if not wanted:
             raise UnknownSite(self._unasked(site))
         return wanted
 
     def _unasked(self, site: Site) -> str:
-        asked = [str(request) for request in self._flow.asked]
+        asked = [str(request) for request in self._requests.asked]
         near = difflib.get_close_matches(str(site), [*asked, *self.keys()], 3, 0.4)
-        first = f"{site}: {'no tensor of this name was marked' if self._flow.names is None else 'was not asked for'}"
+        first = (
+            f"{site}: {'no tensor of this name was marked' if self._requests.names is None else 'was not asked for'}"
+        )
         hint = f"\n  near: {', '.join(map(repr, dict.fromkeys(near)))}" if near else ""
         return f"{first}; asked for: {', '.join(map(repr, asked))}{hint}"
 
@@ -215,7 +224,7 @@ class Captured:
         return rows
 
     def _is_at(self, spot: Spot, path: Path) -> bool:
-        if path in (spot.path, spot.shown) or any(self._flow.asked[number].path == path for number in spot.asked):
+        if path in (spot.path, spot.shown) or any(self._requests.asked[number].path == path for number in spot.asked):
             return True
         return spot.kind in ("input", "grad_input") and path != () and other_name(spot.place, path) == spot.path
 

@@ -59,10 +59,6 @@ class Anchor(NamedTuple):
     view: torch.Size
     strided: _Strided | None  # None: `base.view(...)`, which has its elements in the same order
 
-    def has_changed(self) -> bool:
-        """Whether the memory of the view was changed in place since."""
-        return version_of(self.counter) != self.version
-
     def find(self, roots: Sequence[Any]) -> Any | None:
         """The base's node in the graph below `roots`; None if it is not there. Raises LostError."""
         if not self.chain:

@@ -49,7 +49,7 @@ class Share:
         self.anchor = None if base is None else inplace.anchor(tensor, base)
         self.base_key = None if base is None or self.anchor is None or not self.anchor.chain else _key(base)
         self._changes = inplace.Changes(tensor)
-        self._alive: seams.Handle | None = None
+        self._alive: seams.TensorHook | None = None
         # The output is a view of the input: if that memory is changed later on, the view's nodes leave the graph.
         self.exposed: inplace.Changes | None = None
         self.leaf = weakref.ref(tensor) if tensor.grad_fn is None else None
@@ -66,7 +66,7 @@ class Share:
 
     def is_dead(self) -> bool:
         """Whether the graph of the call is gone."""
-        return self._alive is not None and seams.is_dead(self._alive)
+        return self._alive is not None and self._alive.is_dead()
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether this is the input itself, as a module may return it."""
@@ -74,7 +74,7 @@ class Share:
             return False
         return tensor.grad_fn is None or token(tensor.grad_fn) is self._token
 
-    def close(self, tensor: Tensor, outputs: Iterable[Tensor], alive: seams.Handle | None) -> None:
+    def close(self, tensor: Tensor, outputs: Iterable[Tensor], alive: seams.TensorHook | None) -> None:
         """The call with this input has ended: what is made from now on is not part of it. `alive` is on an output."""
         self._alive = alive
         self.end = next_number()

@@ -13,15 +13,15 @@ from unsum.sites import Names, Place, Site, is_container
 
 def complain(flow: Flow, fired: set[int], what: str) -> None:
     """Raise for every request that no place has answered, saying why. `what` should have been done with it."""
-    lines = [_line(flow, number) for number in range(len(flow.asked)) if number not in fired]
+    lines = [_line(flow, number) for number in range(len(flow.requests.asked)) if number not in fired]
     if lines:
         raise SiteError("\n".join([*lines, f'  missing="ignore" accepts sites that are never {what}']))
 
 
 def _line(flow: Flow, number: int) -> str:
-    site, places = flow.asked[number], list(flow.places[number].values())
+    site, places = flow.requests.asked[number], list(flow.requests.places[number].values())
     if not places:
-        near = difflib.get_close_matches(str(site), [f"{name}:{site.kind}" for name in flow.marked], 3, 0.3)
+        near = difflib.get_close_matches(str(site), [f"{name}:{site.kind}" for name in flow.requests.marked], 3, 0.3)
         return f"{site}: no tensor was marked with this name in this block" + (
             f"; near: {', '.join(map(repr, near))}" if near else ""
         )
@@ -35,8 +35,8 @@ def why(flow: Flow, place: Place, site: Site) -> str:
     """Why a place that was asked for has not fired."""
     calls = flow.calls.count(place)
     if isinstance(place.thing, nn.Module) and not calls:
-        assert flow.names is not None
-        return _not_called(flow.names, place)
+        assert flow.requests.names is not None
+        return _not_called(flow.requests.names, place)
     if site.call is not None and site.call >= calls:
         return f"it was called {calls} time{'s' if calls != 1 else ''}"
     if (note := flow.note(place, site)) is not None:
@@ -48,7 +48,7 @@ def why(flow: Flow, place: Place, site: Site) -> str:
             "the parameter is sharded, and FSDP writes its gradient itself; the layer's :input and :grad_output are "
             "this rank's"
         )
-    if not flow.backwards:
+    if not flow.expected.backwards:
         return "no backward ran in this block"
     return "no gradient reached it: it is not used in what was differentiated, or only detached"
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from unsum.kernels.straight import Instruction, Writer
 from unsum.kernels.straight import NotRecordable as NotRecordable
 from unsum.kernels.straight import Program as Program
-from unsum.kernels.straight import Step, Writer
 from unsum.seams.modes import without_functions
 from unsum.seams.operators import OpOverload, TorchDispatchMode, schema_of, without_modes
 
@@ -43,7 +43,7 @@ class Tape(TorchDispatchMode):  # type: ignore[misc]
     """Writes down while it is entered."""
 
     given: list[Tensor]
-    steps: list[Step] = field(default_factory=list)
+    steps: list[Instruction] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Tape(TorchDispatchMode):  # type: ignore[misc]
             raise NotRecordable(f"{func} looks at numbers, or draws them")
         if _looks(func, args):
             raise NotRecordable(f"{func} looks at numbers")
-        self.steps.append(Step(func, tuple(args), kwargs, outs, listed, _writes(func)))
+        self.steps.append(Instruction(func, tuple(args), kwargs, outs, listed, _writes(func)))
         return found
 
     def summed_from(self, found: Tensor) -> Tensor | None:
@@ -85,7 +85,7 @@ class Tape(TorchDispatchMode):  # type: ignore[misc]
 
     def launched(self, start: Callable[..., None], tensors: Sequence[Tensor]) -> None:
         """A kernel was launched with these tensors, some of which it has written to."""
-        self.steps.append(Step(start, tuple(tensors), {}, [], False, writes=True, launches=True))
+        self.steps.append(Instruction(start, tuple(tensors), {}, [], False, writes=True, launches=True))
 
 
 def tape() -> Tape | None:

@@ -22,7 +22,7 @@ class NotRecordable(Exception):
 
 
 @dataclass
-class Step:
+class Instruction:
     """One operation: what is called, with what, and which tensors came of it."""
 
     call: Callable[..., Any]
@@ -47,7 +47,7 @@ class _View:
 class Writer:
     """Turns a tape into Python."""
 
-    def __init__(self, given: Sequence[Tensor], steps: Sequence[Step], *, quick: bool) -> None:
+    def __init__(self, given: Sequence[Tensor], steps: Sequence[Instruction], *, quick: bool) -> None:
         self._given, self._steps, self._quick = given, steps, quick
         self._slots: dict[int, int] = {}  # id of a tensor -> its number; the tape holds them all
         self._tensors: list[Tensor] = []
@@ -89,7 +89,7 @@ class Writer:
         self._lines.append(f"if ({name}.shape, {name}.stride(), {name}.dtype, {name}.device) != {known}: return None")
         self._lines.append(f"if {name}.is_neg() or {name}.is_conj(): return None")  # numbers that are not what they say
 
-    def _needed(self, found: Sequence[Tensor]) -> list[Step]:
+    def _needed(self, found: Sequence[Tensor]) -> list[Instruction]:
         """Without what nobody reads."""
         wanted, needed = {id(tensor) for tensor in found}, []
         for step in reversed(self._steps):
@@ -98,7 +98,7 @@ class Writer:
                 wanted |= {id(t) for t in _tensors((*step.args, *step.kwargs.values()))}
         return needed[::-1]
 
-    def _step(self, step: Step) -> None:
+    def _step(self, step: Instruction) -> None:
         if not step.writes and self._is_view(step):
             return
         if step.writes and not step.launches and any(_is_of(tensor, self._given) for tensor in _tensors(step.args[:1])):
@@ -123,7 +123,7 @@ class Writer:
             names.append(self._names[slot])
         self._lines.append(f"{', '.join(names)}{',' if step.listed else ''} = {call}")
 
-    def _is_view(self, step: Step) -> bool:
+    def _is_view(self, step: Instruction) -> bool:
         """Whether all that came is memory of the first argument: then it is made where it is read."""
         base = step.args[0] if step.args and isinstance(step.args[0], Tensor) else None
         outs = [out for out in step.outs if out is not None]

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from unsum.kernels import windows
+from unsum.kernels import window_rows
 from unsum.kernels.traced import is_traced
 
 
@@ -77,7 +77,7 @@ def products(
     with_shift: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Windows unfolded, gradients formed."""
-    a, delta = windows.rows(x, delta, kernel, stride, padding, dilation)
+    a, delta = window_rows.rows(x, delta, kernel, stride, padding, dilation)
     squares, total = norms_and_sum(torch.bmm(delta.mT, a))
     dtype = wide(delta.dtype)
     return squares, total, delta.sum(1, dtype=dtype) if with_shift else torch.empty(0, dtype=dtype, device=x.device)
@@ -92,7 +92,7 @@ def gram_sq_norms(
     dilation: Sequence[int],
 ) -> Tensor:
     """Windows unfolded, (n, t, t) formed."""
-    a, delta = windows.rows(x, delta, kernel, stride, padding, dilation)
+    a, delta = window_rows.rows(x, delta, kernel, stride, padding, dilation)
     return gram(a, delta, a, delta)
 
 

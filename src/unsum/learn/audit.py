@@ -13,15 +13,15 @@ from torch import Tensor
 from unsum.errors import UnsupportedError
 from unsum.factors.outer import Outer
 from unsum.factors.scale import Scale
-from unsum.factors.total import Kind
+from unsum.factors.total import Term
 from unsum.factors.windows import Windows
 from unsum.graph.layout import Layout
 from unsum.graph.nodes import Node, below, is_leaf
 from unsum.graph.owners import Owners
 from unsum.graph.replay import Grads, replay
 from unsum.reducers.holding import Size, size_of
-from unsum.rules.follow import follow
 from unsum.rules.registry import Call, Rule, find
+from unsum.rules.to_parameter import follow
 from unsum.seams.nodes import outputs_of
 from unsum.travel.values import Claims, drawn
 
@@ -105,7 +105,7 @@ def _without_cancelling(node: Node, grads: Grads, edge: int) -> float:
     return 8 * float(result.norm())
 
 
-def apply(rule: Rule, node: Node, delta: Tensor, layout: Layout, n: int, shape: tuple[int, ...]) -> Kind | None:
+def apply(rule: Rule, node: Node, delta: Tensor, layout: Layout, n: int, shape: tuple[int, ...]) -> Term | None:
     """What a rule makes of a call; None where it does not hold."""
     by = rule.applies(node, layout, n, shape)
     return None if by is None else rule.make(Call(node, delta, by, shape))
@@ -116,7 +116,7 @@ def shape_of(child: Node, output: int) -> tuple[int, ...]:
     return tuple(child.variable.shape if is_leaf(child) else outputs_of(child)[output].shape)
 
 
-def sum_comes_with_norms(kind: Kind) -> bool:
+def sum_comes_with_norms(kind: Term) -> bool:
     """Whether a parameter's gradient is had for nothing where its norms are computed."""
     return isinstance(kind, Scale) or (isinstance(kind, Outer | Windows) and kind.way(want_sum=True) == "product")
 
@@ -129,7 +129,7 @@ def _leaf_dtype(child: Node) -> torch.dtype | None:
     return child.variable.dtype  # type: ignore[no-any-return]
 
 
-def _is_followed(kind: Kind, child: Node, output: int) -> bool:
+def _is_followed(kind: Term, child: Node, output: int) -> bool:
     while not is_leaf(child):
         nexts = below(child)
         if len(nexts) != 1:

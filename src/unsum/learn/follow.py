@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from unsum.graph.layout import Layout, Regular, mapped, regular
-from unsum.learn.places import Place, as_a_whole
+from unsum.learn.extents import Extent, as_a_whole
 from unsum.learn.within import RULES, TOGETHER, within
 
 # Functions that move numbers about; and such that change each by itself, or within a sample.
@@ -34,25 +34,25 @@ KEEPS = {
 }  # fmt: skip
 FILLS = {"zero_", "fill_", "index_fill_", "clamp_min_", "clamp_max_"}  # write numbers that are nobody's rows
 
-Known = dict[int, tuple[Place, Tensor]]  # arguments of a function that are remembered, by id: where, and themselves
+Known = dict[int, tuple[Extent, Tensor]]  # arguments of a function that are remembered, by id: where, and themselves
 
 
 def made_of(function: Any, name: str, args: Any, kwargs: Any, known: Known, made: Tensor) -> Layout | None:
     """The layout of what a function has made of remembered tensors; None if it is unclear."""
-    n = max(place.n for place, _ in known.values())
+    n = max(extent.n for extent, _ in known.values())
     if name in RULES or name in TOGETHER:
-        layouts = [_regular(place, tensor) for place, tensor in known.values()]
+        layouts = [_regular(extent, tensor) for extent, tensor in known.values()]
         first = args[0] if args and id(args[0]) in known else None
         if first is not None and None not in layouts:
             return within(name, [each for each in layouts if each is not None], first, args, kwargs, made)
         if name not in KEEPS and name not in MOVES:
             return None
     if name in KEEPS:
-        layouts = [as_a_whole(place, tensor) for place, tensor in known.values()]
+        layouts = [as_a_whole(extent, tensor) for extent, tensor in known.values()]
         whole = layouts[0]
         if whole is not None and whole.shape == tuple(made.shape) and layouts.count(whole) == len(layouts):
             return whole
-    owners = {key: place.owners_of(tensor) for key, (place, tensor) in known.items()}
+    owners = {key: extent.owners_of(tensor) for key, (extent, tensor) in known.items()}
     if any(own is None for own in owners.values()):
         return None
     if name in KEEPS and name not in MOVES:  # number by number, or along dimensions within a sample
@@ -66,13 +66,13 @@ def made_of(function: Any, name: str, args: Any, kwargs: Any, known: Known, made
     return _completed(found, n) if bool((found < 0).any()) else _layout(found, n)
 
 
-def _regular(place: Place, tensor: Tensor) -> Regular | None:
+def _regular(extent: Extent, tensor: Tensor) -> Regular | None:
     """The owners of a view of a remembered tensor, if its samples lie along a dimension."""
-    whole = as_a_whole(place, tensor)
+    whole = as_a_whole(extent, tensor)
     if whole is not None:
         return whole
-    own = place.owners_of(tensor)
-    found = None if own is None or bool((own < 0).any()) else _layout(own, place.n)
+    own = extent.owners_of(tensor)
+    found = None if own is None or bool((own < 0).any()) else _layout(own, extent.n)
     return found if isinstance(found, Regular) else None
 
 
@@ -117,12 +117,12 @@ def _called_on(
     return found - 1 if fits else None
 
 
-def of_copy(place: Place, tensor: Tensor, saved: Tensor) -> Layout | None:
+def of_copy(extent: Extent, tensor: Tensor, saved: Tensor) -> Layout | None:
     """The layout of a tensor that a node has saved, if it is a copy of a remembered one, in the order of its numbers or
     with the first two dimensions exchanged; None if it is not, or if both orders fit and differ in the owners."""
     if saved.numel() != tensor.numel() or saved.dtype != tensor.dtype or saved.device != tensor.device:
         return None
-    owners = place.owners_of(tensor)
+    owners = extent.owners_of(tensor)
     if owners is None:
         return None
     found: list[Tensor] = []
@@ -131,7 +131,7 @@ def of_copy(place: Place, tensor: Tensor, saved: Tensor) -> Layout | None:
             found.append(order(owners).reshape(saved.shape))
     if not found or not all(torch.equal(found[0], other) for other in found[1:]):
         return None
-    return _layout(found[0], place.n)
+    return _layout(found[0], extent.n)
 
 
 def _completed(owners: Tensor, n: int) -> Layout | None:

@@ -13,7 +13,7 @@ from unsum.graph.owners import Owners, Swept
 from unsum.learn.audit import Audit, shape_of
 from unsum.plan.plan import Meeting, Route
 from unsum.reducers.holding import Size
-from unsum.rules.follow import turns
+from unsum.rules.to_parameter import turns
 from unsum.travel.walk import Walked
 
 

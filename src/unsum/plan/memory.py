@@ -16,7 +16,7 @@ from unsum.plan.structure import Judged
 _KEPT = 128  # structures per model, and plans per structure
 
 _structures: weakref.WeakKeyDictionary[nn.Module, OrderedDict[Hashable, Structure]] = weakref.WeakKeyDictionary()
-_calls: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Calls]] = weakref.WeakKeyDictionary()
+_calls: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, CallHistory]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -75,7 +75,7 @@ class Seen:
 
 
 @dataclass(eq=False)
-class Calls:
+class CallHistory:
     """The calls of a module with the same flags and dtypes: what was seen of them, the sizes that they had, how often
     these led to a known graph, and the structures of these graphs."""
 
@@ -101,7 +101,7 @@ def known_call(model: nn.Module, key: Hashable, sizes: Hashable, *, exactly: boo
 
 def meet_call(model: nn.Module, key: Hashable, seen: Seen) -> None:
     """A call was watched: from one of which something else was seen, nothing follows for others."""
-    calls = _calls.setdefault(model, {}).setdefault(key, Calls(seen))
+    calls = _calls.setdefault(model, {}).setdefault(key, CallHistory(seen))
     calls.vary = calls.vary or calls.seen != seen
 
 
@@ -112,7 +112,7 @@ def know_call(model: nn.Module, key: Hashable, sizes: Hashable, seen: Seen, stru
         known.clear()
     calls = known.get(key)
     if calls is None:
-        calls = known[key] = Calls(seen)
+        calls = known[key] = CallHistory(seen)
     calls.sizes[sizes] = calls.sizes.get(sizes, 0) + 1
     calls.structures.add(structure)
     while len(calls.sizes) > 4 * _KEPT:
@@ -121,7 +121,7 @@ def know_call(model: nn.Module, key: Hashable, sizes: Hashable, seen: Seen, stru
 
 def always_watch(model: nn.Module, key: Hashable, seen: Seen) -> None:
     """What calls like this one lead to does not follow from what is known: each is watched from now on."""
-    _calls.setdefault(model, {}).setdefault(key, Calls(seen)).vary = True
+    _calls.setdefault(model, {}).setdefault(key, CallHistory(seen)).vary = True
 
 
 def forget_call(model: nn.Module, key: Hashable) -> None:

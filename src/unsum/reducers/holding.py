@@ -19,7 +19,7 @@ import torch
 from unsum.factors.dense import Dense
 from unsum.factors.outer import Outer
 from unsum.factors.scale import Scale
-from unsum.factors.total import Kind
+from unsum.factors.total import Term
 from unsum.factors.windows import Windows
 from unsum.kernels import costs
 
@@ -43,7 +43,7 @@ class Size:
         return Size(max(self.gradients, other.gradients), factors, 0.0, formed=False)
 
 
-def size_of(kind: Kind) -> Size:
+def size_of(kind: Term) -> Size:
     """What the gradients of one meeting take."""
     numbers, factors = kind.n * prod(kind.shape), kind.n * kind.numel()
     values = kind.values if isinstance(kind, Dense) else kind.delta

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from unsum.errors import OptionError
 from unsum.factors.factors import Factors, kept_numbers, projection, sides
-from unsum.factors.layers import Layers
+from unsum.factors.stacked import Layers
 from unsum.reducers.reducer import Reading
 from unsum.reducers.tap import Shape, Tap
 

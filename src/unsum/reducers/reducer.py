@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from unsum.errors import SamplesError
 from unsum.factors.factors import Factors
-from unsum.factors.layers import Layers
+from unsum.factors.stacked import Layers
 from unsum.reducers.tap import Tap
 
 # What `wants` says of squared norms (n,), which come from the cheapest of several ways, and of weighted sums.

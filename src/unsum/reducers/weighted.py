@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from unsum.errors import OptionError, SamplesError, UnsupportedError
 from unsum.factors.factors import Factors
-from unsum.factors.layers import Layers
+from unsum.factors.stacked import Layers
 from unsum.reducers.holding import GRADIENTS, Size, choose, free_memory
 from unsum.reducers.norms import in_rows
 from unsum.reducers.reducer import WEIGHTED_SUM, Reduction

@@ -13,9 +13,9 @@ from unsum.gathered import Gradients
 from unsum.gradients import gradients
 from unsum.learn.state import set_aside
 from unsum.reducers import Norms, Project, TokenNorms
-from unsum.report.collect import differentiate, trainable
 from unsum.report.data import BySample, Similarity
 from unsum.report.flags import outliers
+from unsum.report.observe import differentiate, trainable
 from unsum.samples import Ids, Samples, read
 from unsum.sites import Names
 

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from unsum.check import Checked, LossFunction, interaction_told
 from unsum.check import check as compare
+from unsum.destination import writable
 from unsum.draw.draw import draw
 from unsum.errors import OptionError
 from unsum.learn.state import set_aside
 from unsum.nested import format_path, leaves
-from unsum.place import writable
 from unsum.progress import progress as Progress
 from unsum.report.bysample import by_sample
-from unsum.report.collect import in_words, statistics
 from unsum.report.data import BySample, Flag, Report, Statistics
 from unsum.report.flags import flagged
+from unsum.report.observe import in_words, statistics
 from unsum.report.page import write
 from unsum.report.words import Text, labelled, words
 from unsum.samples import Samples

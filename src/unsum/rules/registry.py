@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from unsum.factors.total import Kind
+from unsum.factors.total import Term
 from unsum.graph.layout import Layout
 from unsum.graph.nodes import Node
 from unsum.graph.positions import Positions, positions
@@ -78,7 +78,7 @@ class Rule:
 
     name: str
     features: Callable[[Node, tuple[int, ...]], int]  # how many last dimensions of the gradient are no positions
-    make: Callable[[Call], Kind | None]
+    make: Callable[[Call], Term | None]
     rows: tuple[str, ...] | None = None  # what it reads of the node, if layers of one shape may be taken together
 
     def applies(self, node: Node, layout: Layout, n: int, shape: tuple[int, ...]) -> Positions | None:
@@ -95,13 +95,13 @@ def rule(
     features: int | Callable[[Node, tuple[int, ...]], int] = 1,
     *,
     rows: tuple[str, ...] | None = None,
-) -> Callable[[Callable[[Call], Kind | None]], Callable[[Call], Kind | None]]:
+) -> Callable[[Callable[[Call], Term | None]], Callable[[Call], Term | None]]:
     """Say how the tensor at this edge of this kind of node gets its gradient. `features`: how many of the last
     dimensions of the node's gradient are features; the others are positions. `rows`: the saved tensors that
     the rule reads, if the first dimension of each is that of the gradient: then layers of one shape may be taken
     together, as one with more samples."""
 
-    def register(make: Callable[[Call], Kind | None]) -> Callable[[Call], Kind | None]:
+    def register(make: Callable[[Call], Term | None]) -> Callable[[Call], Term | None]:
         count = features if callable(features) else lambda node, shape: features
         RULES[operation, edge] = Rule(
             f"{(make.__module__ or '').rpartition('.')[2]}.{make.__name__}".lstrip("."), count, make, rows

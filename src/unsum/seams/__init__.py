@@ -25,15 +25,14 @@ from unsum.seams.modes import unwatch as unwatch
 from unsum.seams.modes import watch as watch
 from unsum.seams.modules import NOTHING as NOTHING
 from unsum.seams.modules import is_compiled as is_compiled
-from unsum.seams.modules import off_plain_call as off_plain_call
+from unsum.seams.modules import off_call as off_call
 from unsum.seams.modules import on_call as on_call
 from unsum.seams.modules import on_calls as on_calls
-from unsum.seams.modules import on_plain_call as on_plain_call
 from unsum.seams.nodes import after_node as after_node
 from unsum.seams.nodes import on_node as on_node
 from unsum.seams.nodes import on_nodes as on_nodes
+from unsum.seams.tensors import TensorHook as TensorHook
 from unsum.seams.tensors import is_batched as is_batched
-from unsum.seams.tensors import is_dead as is_dead
 from unsum.seams.tensors import on_gradient as on_gradient
 from unsum.seams.tracing import is_traced as is_traced
 from unsum.seams.tracing import refuse_tracing as refuse_tracing

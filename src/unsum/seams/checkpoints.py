@@ -23,12 +23,13 @@ from unsum.seams.nodes import Function, current_backward, next_number, number_of
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 _FUNCTION_FILE = torch.autograd.function.__file__
 _grad_enabled = torch.is_grad_enabled
+_tuple: Any = tuple.__new__  # a named tuple by way of its own class takes twice as long
 
 saved_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 """`saved_hooks(True)`: what packs and unpacks the tensors that are saved now; None for nothing. A checkpoint does."""
 
 
-class Call(NamedTuple):
+class ModuleCall(NamedTuple):
     """One call of a place, or one repetition of it."""
 
     number: int
@@ -48,7 +49,7 @@ class _Region(NamedTuple):
 _UNSEEN = object()  # the forward of a Function whose context cannot be seen
 
 
-class Calls:
+class CallCounter:
     """Counts the calls of each place."""
 
     def __init__(self) -> None:
@@ -63,9 +64,12 @@ class Calls:
         """How often the place was called, repetitions not counted."""
         return self.counts.get(place, -1) + 1
 
-    def begin(self, place: Any) -> Call | None:
+    def begin(self, place: Any) -> ModuleCall | None:
         """The call that begins now; None if it repeats one that was made before this block was open."""
         start = next_number()
+        if _grad_enabled() and current_backward() == -1 and saved_hooks(True) is None:  # in no checkpoint, surely
+            index = self.counts[place] = self.counts.get(place, -1) + 1
+            return _tuple(ModuleCall, (index, False, True, start, (), None))  # type: ignore[no-any-return]
         regions = _regions()
         repeated = next((i for i, region in enumerate(regions) if region.again is not None), None)
         if repeated is not None and self._is_new(place, regions[repeated]):
@@ -84,7 +88,7 @@ class Calls:
             inner = [region for region in inner if region.thing is not _UNSEEN]
         for region in inner:
             self._made.setdefault(region.thing, {}).setdefault(place, []).append(index)
-        return Call(index, repeats is not None, real, start, tuple(region.thing for region in inner), repeats)
+        return ModuleCall(index, repeats is not None, real, start, tuple(region.thing for region in inner), repeats)
 
     def _is_new(self, place: Any, region: _Region) -> bool:
         """Whether a call inside the backward of a Function is a new one: its forward ran in this block without it."""
@@ -113,15 +117,8 @@ class Calls:
         return made[place][nth] if nth < len(made[place]) else None
 
 
-def may_be_in_region() -> bool:
-    """Whether we may be in a checkpoint. In the ordinary case it can be seen at once that we are not."""
-    return not _grad_enabled() or current_backward() != -1 or saved_hooks(True) is not None
-
-
 def _regions() -> list[_Region]:
     """The checkpoints that we are in, innermost first."""
-    if not may_be_in_region():
-        return []
     found: list[_Region] = []
     inner = frame = sys._getframe(2)
     while frame is not None:

@@ -25,18 +25,6 @@ class Hook:
         return _get_inert, ()
 
 
-class Ours(Hook):
-    """One that calls a function."""
-
-    __slots__ = ("function",)
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __call__(self, *args: Any) -> Any:
-        return self.function(*args)
-
-
 def inert(*args: Any) -> None:
     """What is left of a hook of ours in a copy of the module."""
 

@@ -18,8 +18,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from unsum.seams.hook import Handle, Ours
-
 _lock = threading.Lock()
 _keys = itertools.count(-1, -1)  # of hooks; torch's own are not negative
 
@@ -139,18 +137,9 @@ def unwatched() -> contextlib.AbstractContextManager[None]:
     return _seam.aside()
 
 
-def on_call(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> list[Handle]:
-    """Call `before(args, kwargs)` and `after(output)` around every call of the module, also one that raises (with
-    None); a result that is not None takes the place of the arguments or the output."""
-    return [
-        module.register_forward_pre_hook(Ours(lambda _, args, kwargs: before(args, kwargs)), with_kwargs=True),
-        module.register_forward_hook(Ours(lambda _, args, output: after(output)), always_call=True),
-    ]
-
-
-def on_plain_call(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> int:
+def on_call(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> int:
     """Call `before(module, args, kwargs)` and `after(module, args, output)`, both a `Hook`, as torch calls hooks;
-    `after` also where the module raises (with None). Returns a key for `off_plain_call`.
+    `after` also where the module raises (with None). Returns a key for `off_call`.
 
     Torch's own registering takes several times as long, for every linear in every step."""
     key = next(_keys)
@@ -159,8 +148,8 @@ def on_plain_call(module: nn.Module, before: Callable[..., Any], after: Callable
     return key
 
 
-def off_plain_call(module: nn.Module, key: int) -> None:
-    """Undo `on_plain_call`."""
+def off_call(module: nn.Module, key: int) -> None:
+    """Undo `on_call`."""
     module._forward_pre_hooks.pop(key, None)
     module._forward_pre_hooks_with_kwargs.pop(key, None)
     module._forward_hooks.pop(key, None)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unsum.seams.hook import Handle, Hook, Ours
+from unsum.seams.hook import Hook
+from unsum.seams.nodes import on_node
 
 _is_in_vmap, _is_in_old_vmap = torch._C._functorch.is_batchedtensor, torch._C._functorch.is_legacy_batchedtensor
 _keys = itertools.count(-1, -1)  # of hooks; torch's own are not negative
@@ -35,45 +36,65 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(list(tensors), 2, wide))
 
 
-class _OnTensor:
-    """A hook on a tensor."""
+class TensorHook(Hook):
+    """A hook that is on one tensor at a time, and can take itself away again."""
 
     __slots__ = ("hooks_dict_ref", "key")
 
-    def __init__(self, hooks: OrderedDict[int, Any], key: int) -> None:
-        self.hooks_dict_ref, self.key = weakref.ref(hooks), key
+    def put_on(self, tensor: Tensor) -> None:
+        """Wait for the gradient of `tensor`."""
+        # Reading grad_fn renews the graph of a view that was changed through an alias; without it torch crashes here.
+        node: Any = tensor.grad_fn
+        hooks: Any = tensor._backward_hooks
+        if node is not None and hooks is None and type(tensor) is Tensor:
+            # What `Tensor.register_hook` does with the first hook of a tensor, in a third of the time.
+            hooks = tensor._backward_hooks = OrderedDict()
+            node._register_hook_dict(tensor)
+            self.key = next(_keys)
+            hooks[self.key] = self
+            self.hooks_dict_ref = weakref.ref(hooks)
+        else:
+            handle = tensor.register_hook(self)  # type: ignore[no-untyped-call]
+            self.key, self.hooks_dict_ref = handle.id, handle.hooks_dict_ref
+
+    def move_to(self, node: Any, hook: Callable[..., Any]) -> None:
+        """Wait at a node of the graph instead: `hook` is called as `on_node` calls it."""
+        self.remove()
+        handle: Any = on_node(node, hook)
+        self.key, self.hooks_dict_ref = handle.id, handle.hooks_dict_ref
+
+    def is_dead(self) -> bool:
+        """Whether the tensor is gone, and its graph with it."""
+        return self.hooks_dict_ref() is None
 
     def remove(self) -> None:
+        """Wait no longer."""
         hooks = self.hooks_dict_ref()
         if hooks is not None:
             hooks.pop(self.key, None)
 
 
-def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None], *, first: bool = False) -> Handle:
+class _Calling(TensorHook):
+    """One that calls a function."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable[[Tensor], Tensor | None]) -> None:
+        self.function = function
+
+    def __call__(self, grad: Tensor) -> Tensor | None:
+        return self.function(grad)
+
+
+def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None], *, first: bool = False) -> TensorHook:
     """Call `hook` with the gradient of `tensor`, whenever a backward has computed it; first of all hooks on it."""
-    # Reading grad_fn renews the graph of a view that was changed through an alias; without it torch crashes here.
-    node: Any = tensor.grad_fn
-    ours = hook if isinstance(hook, Hook) else Ours(hook)
-    if node is not None and type(tensor) is Tensor and tensor._backward_hooks is None:
-        # What `Tensor.register_hook` does with the first hook of a tensor, in a third of the time.
-        hooks: OrderedDict[int, Any] = OrderedDict()
-        tensor._backward_hooks = hooks
-        node._register_hook_dict(tensor)
-        key = next(_keys)
-        hooks[key] = ours
-        return _OnTensor(hooks, key)
-    handle = tensor.register_hook(ours)  # type: ignore[no-untyped-call]
+    ours = _Calling(hook)
+    ours.put_on(tensor)
     if first:
         registered: Any = tensor._backward_hooks
-        for key in [key for key in registered if key != handle.id]:  # torch goes by the order of insertion
+        for key in [key for key in registered if key != ours.key]:  # torch goes by the order of insertion
             registered[key] = registered.pop(key)
-    return handle
-
-
-def is_dead(handle: Handle) -> bool:
-    """Whether the tensor of a handle is gone, and its graph with it."""
-    hooks = getattr(handle, "hooks_dict_ref", None)
-    return hooks is not None and hooks() is None
+    return ours
 
 
 def is_batched(tensor: Tensor) -> bool:

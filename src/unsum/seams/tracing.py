@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
+import importlib
 from typing import Any
 
 import torch
@@ -16,12 +16,13 @@ _jit_state = torch._C._get_tracing_state
 _is_in_functorch = functools.partial(
     torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
 )
-_guards = getattr(torch._guards, "_TLS", None)  # what `TracingContext` asks, in a tenth of the time
+_guards: Any = getattr(torch._guards, "_TLS", None)  # what `TracingContext` asks, in a tenth of the time
+_fx: Any = importlib.import_module("torch.fx._symbolic_trace")
 
 
 def _context() -> Any:
     """What torch knows of the compilation or export that this thread is in."""
-    return torch._guards.TracingContext.try_get() if _guards is None else _guards.__dict__.get("tracing_context")
+    return torch._guards.TracingContext.try_get()
 
 
 def is_traced() -> bool:
@@ -30,8 +31,8 @@ def is_traced() -> bool:
         _is_in_dynamo()  # first: torch may be reading these lines
         or _is_in_functorch()
         or _jit_state() is not None
-        or _context() is not None
-        or ((fx := sys.modules.get("torch.fx._symbolic_trace")) is not None and fx.is_fx_symbolic_tracing())
+        or (_context() is not None if _guards is None else _guards.__dict__.get("tracing_context") is not None)
+        or (_fx._is_fx_tracing_flag and _fx.is_fx_symbolic_tracing())
     )
 
 
@@ -46,7 +47,7 @@ def refuse_tracing(name: str) -> None:
         what = "torch.jit.trace"
     elif _is_in_dynamo() or _context() is not None:
         what = "a model that is being compiled or exported"
-    elif (fx := sys.modules.get("torch.fx._symbolic_trace")) is not None and fx.is_fx_symbolic_tracing():
+    elif _fx.is_fx_symbolic_tracing():
         what = "torch.fx tracing"
     if what is not None:
         raise UnsupportedError(

@@ -26,7 +26,7 @@ class Made:
     positions: int | None  # how many tokens each of them has, if it was given tokens
 
 
-class Calls:
+class OutermostCalls:
     """The outermost calls of a block, by their numbers."""
 
     def __init__(self) -> None:

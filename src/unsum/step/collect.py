@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from unsum.errors import OptionError, SamplesError
-from unsum.factors.factors import Factors, Share
-from unsum.factors.layers import Layers
+from unsum.factors.factors import Factors, GroupFactors
 from unsum.factors.outer import Outer
-from unsum.factors.total import Kind
+from unsum.factors.stacked import Layers
+from unsum.factors.total import Term
 from unsum.graph.nodes import Node
 from unsum.plan.plan import Meeting, Plan, Route
 from unsum.reducers import SQ_NORMS, Reducer
@@ -43,7 +43,7 @@ class Collector:
         eager: bool = True,
     ) -> None:
         self.n = plan.n
-        self.kinds: dict[int, list[Kind]] = {}  # by the id of the parameter
+        self.kinds: dict[int, list[Term]] = {}  # by the id of the parameter
         self.nobodys: dict[int, Tensor] = {}
         self.meetings: dict[int, Mapping[Meeting, None]] = {}
         self.versions: dict[int, Held] = {}  # of the tensors that are held, as they came
@@ -139,7 +139,7 @@ class Collector:
             given = [(k, s) for k, s, w in zip(layers.names, sums.unbind(), wanted, strict=True) if w]
             self._deliver([self._wanted[self._keys[name]] for name, _ in given], [each for _, each in given])
 
-    def meet(self, parameter: Tensor, meetings: Mapping[Meeting, None], kind: Kind) -> None:
+    def meet(self, parameter: Tensor, meetings: Mapping[Meeting, None], kind: Term) -> None:
         """The samples' gradients of a parameter, from these meetings."""
         key = id(parameter)
         if key in self._alone:
@@ -195,7 +195,7 @@ class Collector:
         left = {key: name for key, name in self._names.items() if key not in self._done}
         for reducer in self._reducers:
             for key, name in left.items():  # there, with zeros
-                reducer.take(name, Factors(name, self._wanted[key], [Share(self.n)], is_over=False))
+                reducer.take(name, Factors(name, self._wanted[key], [GroupFactors(self.n)], is_over=False))
             reducer.end(list(left.values()))
 
     def found(self, key: int) -> Tensor | None:
@@ -212,7 +212,7 @@ class Collector:
         wanted = [key for key, name in self._names.items() if name in alone]
         return frozenset(key for key in wanted if self._only is None or key in self._only)
 
-    def _norms_of(self, key: int, kind: Kind) -> None:
+    def _norms_of(self, key: int, kind: Term) -> None:
         """Norms are all that is wanted."""
         name, norms = self._names[key], self._reducers[0]
         if name in self._skipped:
@@ -234,10 +234,10 @@ class Collector:
                 self._sums[key] = sum(kind.sum() for kind in self.kinds[key])  # type: ignore[assignment]
             del self.kinds[key], self.versions[key]
 
-    def _hand_over(self, key: int, kinds: list[Kind], held: Held) -> None:
+    def _hand_over(self, key: int, kinds: list[Term], held: Held) -> None:
         """All factors of a parameter, to the reducers."""
         name, parameter = self._names[key], self._wanted[key]
-        factors = formed = Factors(name, parameter, [Share(self.n, kinds, self._scale, held)], is_over=False)
+        factors = formed = Factors(name, parameter, [GroupFactors(self.n, kinds, self._scale, held)], is_over=False)
         if name in self._skipped:
             if any(reducer.forms(name) for reducer in self._forming):
                 formed = factors.formed(want_sum=True)  # norms and sum come with it

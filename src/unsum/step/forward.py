@@ -20,7 +20,7 @@ from unsum.plan import memory
 from unsum.plan.memory import Seen
 from unsum.plan.signature import flags, sizes_of
 from unsum.sites import Names
-from unsum.step.calls import Begun, Calls, Look, Made, Spans, positions_of
+from unsum.step.calls import Begun, Look, Made, OutermostCalls, Spans, positions_of
 from unsum.step.inputs import Inputs
 from unsum.step.known import KnownTensors
 from unsum.step.reading import Reading, chosen, forget, goes_through, readings, stay_apart, tell, told_by
@@ -36,7 +36,7 @@ class Forward:
         self.verification = Verification(names.model, samples.owners) if verify else None
         self._modules, self._parameters = list(names.modules.values()), list(names.parameters.values())
         self.inputs = Inputs(samples)
-        self.calls, self.spans = Calls(), Spans()
+        self.calls, self.spans = OutermostCalls(), Spans()
         self._call = 0  # the one under way, or the last
         self._known = KnownTensors()
         self._others = KnownTensors()  # outputs of the right size that had no samples before

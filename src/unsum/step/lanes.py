@@ -19,17 +19,17 @@ from torch import Tensor, nn
 
 from unsum.errors import UnsupportedError
 from unsum.factors.dense import Dense
-from unsum.factors.layers import Layers
 from unsum.factors.scale import Scale
-from unsum.factors.total import Kind
+from unsum.factors.stacked import Layers
+from unsum.factors.total import Term
 from unsum.graph.layout import Regular
 from unsum.graph.nodes import Node
 from unsum.graph.positions import Positions
 from unsum.kernels.grouped import HELD, ROWS
 from unsum.plan.plan import Meeting, Plan, Route
 from unsum.plan.teams import Left, Team
-from unsum.rules.follow import finished
 from unsum.rules.registry import Call
+from unsum.rules.to_parameter import finished
 from unsum.seams.tensors import version_of
 from unsum.step.launches import Launches, Served
 from unsum.step.unchanged import refuse_changed
@@ -219,7 +219,7 @@ class Waiting:
             self._take(Layers([name for name, _, _ in group], group[0][1], kind, self._n, self._scale))
 
 
-def small(kind: Kind) -> Tensor | None:
+def small(kind: Term) -> Tensor | None:
     """(n, *shape): gradients that are small; None of others."""
     if isinstance(kind, Scale):
         device = kind.delta.device.type
@@ -230,7 +230,7 @@ def small(kind: Kind) -> Tensor | None:
     return kind.per_sample() if kind.n * prod(kind.shape) <= SMALL.get(device, 0) else None
 
 
-def _made(route: Route, stacked: Call, layers: int) -> Kind:
+def _made(route: Route, stacked: Call, layers: int) -> Term:
     """What a rule makes of meetings as of one."""
     layout = route.by.layout
     assert isinstance(layout, Regular)

@@ -18,8 +18,8 @@ from unsum.graph.nodes import Node
 from unsum.kernels import grouped
 from unsum.plan.plan import Plan
 from unsum.plan.teams import Team
-from unsum.rules.follow import finished
 from unsum.rules.registry import Call
+from unsum.rules.to_parameter import finished
 from unsum.seams.nodes import outputs_of
 
 T = TypeVar("T")  # whom norms belong to: a route in a backward, a name while torch writes down

@@ -21,7 +21,7 @@ from unsum.factors.dense import Dense
 from unsum.factors.lookup import Lookup
 from unsum.factors.outer import Outer
 from unsum.factors.scale import Scale
-from unsum.factors.total import Kind
+from unsum.factors.total import Term
 from unsum.graph.codes import TOLERANCE
 from unsum.graph.layout import NOBODY, UNSEEN, Mapped
 from unsum.graph.nodes import Node, below, is_leaf
@@ -30,8 +30,8 @@ from unsum.kernels.product import wide
 from unsum.learn.audit import shape_of
 from unsum.learn.setting import Setting
 from unsum.plan.plan import Meeting, Plan, Route
-from unsum.rules.follow import cast, finished, follow
 from unsum.rules.registry import Call
+from unsum.rules.to_parameter import cast, finished, follow
 from unsum.seams.nodes import outputs_of
 from unsum.step.lanes import Lanes
 from unsum.step.recordings import Digests
@@ -46,7 +46,7 @@ class Listener(Protocol):
 
     keeps: bool  # whether factors may outlive the backward
 
-    def meet(self, parameter: Tensor, meetings: Mapping[Meeting, None], kind: Kind) -> None:
+    def meet(self, parameter: Tensor, meetings: Mapping[Meeting, None], kind: Term) -> None:
         """The samples' gradients of a parameter, from these meetings."""
         ...
 
@@ -188,7 +188,7 @@ class Run:
             self._stream(SHARED, for_nobody.sum(), child, output, {route.meeting: None})
         return True
 
-    def _follow(self, kind: Kind, child: Node, output: int, meeting: Meeting) -> None:
+    def _follow(self, kind: Term, child: Node, output: int, meeting: Meeting) -> None:
         while not is_leaf(child):
             nexts = below(child)
             deeper, place = nexts[0][1:]

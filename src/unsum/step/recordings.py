@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unsum.factors.factors import Factors, Share
+from unsum.factors.factors import Factors, GroupFactors
 from unsum.factors.outer import Outer
 from unsum.graph.layout import Layout, Mapped, Regular
 from unsum.graph.nodes import Node
@@ -24,14 +24,14 @@ from unsum.kernels import fused, recorded
 from unsum.plan.plan import Plan, Route
 from unsum.plan.signature import plain
 from unsum.reducers import SQ_NORMS, Reading
-from unsum.rules.follow import finished
 from unsum.rules.registry import Call
+from unsum.rules.to_parameter import finished
 from unsum.step.lanes import Waiting, small
 
 log = logging.getLogger("unsum")
 
 PARTS = 1 << 20  # numbers, up to which parts of squared norms are left to be added up at the end
-TRIES = 3  # recordings of one place, if strides differ from batch to batch
+TRIES = 3  # recordings of one meeting, if strides differ from batch to batch
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +49,7 @@ class Recording:
 
 
 @dataclass(eq=False, slots=True)
-class Place:
+class ServedMeeting:
     """A meeting: what is known of it, and whom it serves."""
 
     known: Recording
@@ -78,20 +78,20 @@ class Digests:
         forms = tuple([reducer.wants for reducer in reducers])
         config = (waiting is None, forms, fused.is_installed(), skipped)
         self._by_name = any(reducer.by_name for reducer in reducers)
-        self._places: dict[Any, Any] = plan.recordings.setdefault(config, {})
+        self._served: dict[Any, Any] = plan.recordings.setdefault(config, {})
 
     def take(self, at: int, delta: Tensor) -> bool:
         """Whether this meeting is done; False if it is to run as always."""
-        place = self._places.get(at)
-        if place is None:
-            place = self._find(at, delta)
-        known = place.known
+        served = self._served.get(at)
+        if served is None:
+            served = self._find(at, delta)
+        known = served.known
         if known.stage != 3:
-            return self._prepare(place, at, delta)
+            return self._prepare(served, at, delta)
         found = self._run(known, at, delta)
         if found is None:
-            return self._missed(place, at, delta)
-        self._hand(place, found)
+            return self._missed(served, at, delta)
+        self._hand(served, found)
         return True
 
     def _run(self, known: Recording, at: int, delta: Tensor) -> tuple[Tensor, ...] | None:
@@ -108,38 +108,38 @@ class Digests:
         layout = self._plan.ruled[at][0].by.layout
         return [] if not isinstance(layout, Mapped) or layout.held is None else [layout.map, layout.held]
 
-    def _missed(self, place: Place, at: int, delta: Tensor) -> bool:
+    def _missed(self, served: ServedMeeting, at: int, delta: Tensor) -> bool:
         """The recording does not fit (other strides): look for another, or start one."""
-        other = self._alike(place, at, delta)
-        if other is place.known or other.misses:
-            other = Recording(misses=place.known.misses + 1)
+        other = self._alike(served, at, delta)
+        if other is served.known or other.misses:
+            other = Recording(misses=served.known.misses + 1)
             other.stage = 0 if other.misses < TRIES else -1
-        place.known = other
+        served.known = other
         return False
 
     # ---- becoming one ---------------------------------------------------------------------------------------------
 
-    def _find(self, at: int, delta: Tensor) -> Place:
+    def _find(self, at: int, delta: Tensor) -> ServedMeeting:
         """With what is known of all meetings alike."""
         wanted = self._wanted(at)
         if not all(name in self._plan.alone for _, name, _ in wanted) or delta.is_complex():
-            place = self._places[at] = Place(Recording(stage=-1), wanted)
-            return place
-        place = self._places[at] = Place(Recording(), wanted)
-        place.known = self._alike(place, at, delta)
-        return place
+            served = self._served[at] = ServedMeeting(Recording(stage=-1), wanted)
+            return served
+        served = self._served[at] = ServedMeeting(Recording(), wanted)
+        served.known = self._alike(served, at, delta)
+        return served
 
     def _wanted(self, at: int) -> list[tuple[Route, str, bool]]:
         routes = [route for route in self._plan.ruled[at] if route.parameter in self._parameters]
         return [(route, str(route.parameter), route.parameter in self._skipped) for route in routes]
 
-    def _alike(self, place: Place, at: int, delta: Tensor) -> Recording:
+    def _alike(self, served: ServedMeeting, at: int, delta: Tensor) -> Recording:
         """What is known of all meetings like this one."""
         key: Hashable = (
             plain(self._nodes[at]), delta.stride(), delta.dtype, delta.device,
-            tuple([self._key(*each) for each in place.wanted]),
+            tuple([self._key(*each) for each in served.wanted]),
         )  # fmt: skip
-        return self._places.setdefault(key, Recording())  # type: ignore[no-any-return]
+        return self._served.setdefault(key, Recording())  # type: ignore[no-any-return]
 
     def _key(self, route: Route, name: str, wants_sum: bool) -> Hashable:
         parameter = self._parameters[name]
@@ -148,36 +148,36 @@ class Digests:
             parameter.shape, parameter.dtype, wants_sum, name if self._by_name else None,
         )  # fmt: skip
 
-    def _prepare(self, place: Place, at: int, delta: Tensor) -> bool:
-        known = place.known
+    def _prepare(self, served: ServedMeeting, at: int, delta: Tensor) -> bool:
+        known = served.known
         if known.stage < 0:
             return False
         if known.stage == 0:
             known.stage = 1
             return False
-        place.wanted = self._wanted(at)
+        served.wanted = self._wanted(at)
         if known.stage == 1:
-            return self._record(place, at, delta)
+            return self._record(served, at, delta)
         found = self._run(known, at, delta)
         if found is None:
-            return self._missed(place, at, delta)
-        wanted = self._digest(place, self._nodes[at], delta)
+            return self._missed(served, at, delta)
+        wanted = self._digest(served, self._nodes[at], delta)
         if all(map(_is_as, found, wanted, known.squares)):
             known.stage = 3
         else:
             known.stage = -1
             log.info("unsum: %s is not recorded: it did not give the same twice", self._nodes[at].name())
-        self._hand(place, wanted)
+        self._hand(served, wanted)
         return True
 
-    def _record(self, place: Place, at: int, delta: Tensor) -> bool:
-        known = place.known
+    def _record(self, served: ServedMeeting, at: int, delta: Tensor) -> bool:
+        known = served.known
         known.stage = -1
         node = _Noting(self._nodes[at])
         try:
             with recorded.Tape([delta, *self._maps(at)]) as tape:
                 node.tape = tape
-                found = self._digest(place, node, delta)
+                found = self._digest(served, node, delta)
         except Exception as error:  # whatever it is, the usual way will say it
             log.info("unsum: %s is not recorded: %s", self._nodes[at].name(), error)
             return False
@@ -186,16 +186,16 @@ class Digests:
         if known.program is not None:
             known.stage, known.reads, known.maps = 2, len(names), bool(self._maps(at))
             known.read = attrgetter(*names) if names else None
-        self._hand(place, found)
+        self._hand(served, found)
         return True
 
-    def _digest(self, place: Place, node: Any, delta: Tensor) -> list[Tensor]:
+    def _digest(self, served: ServedMeeting, node: Any, delta: Tensor) -> list[Tensor]:
         """What is wanted of every parameter of a meeting, one after the other."""
         memo: dict[Any, Any] = {}
         found: list[Tensor] = []
         waits: list[bool] = []
         squares: list[bool] = []
-        for route, name, wants_sum in place.wanted:
+        for route, name, wants_sum in served.wanted:
             parameter = self._parameters[name]
             by = replace(route.by)  # without what was found out of it before
             kind = route.rule.make(Call(node, delta, by, route.shape, False, memo, is_kept=False))
@@ -208,7 +208,7 @@ class Digests:
                 found.append(formed)
                 squares.append(False)
             elif not self._squared:
-                factors = Factors(name, parameter, [Share(self._plan.n, [kind])], is_over=False)
+                factors = Factors(name, parameter, [GroupFactors(self._plan.n, [kind])], is_over=False)
                 sums = [factors.norms_and_sum()[1]] if wants_sum else []
                 found += [*[reducer.read(factors) for reducer in self._reducers], *sums]
                 squares += [False] * (len(found) - len(squares))
@@ -218,13 +218,13 @@ class Digests:
             else:
                 found.append(kind.sq_norms())
                 squares.append(True)
-        place.known.waits, place.known.squares = tuple(waits), tuple(squares)
+        served.known.waits, served.known.squares = tuple(waits), tuple(squares)
         return found
 
-    def _hand(self, place: Place, found: Sequence[Tensor]) -> None:
+    def _hand(self, served: ServedMeeting, found: Sequence[Tensor]) -> None:
         """To whom it belongs."""
         at, count = 0, len(self._reducers)
-        for (route, name, wants_sum), waits in zip(place.wanted, place.known.waits, strict=True):
+        for (route, name, wants_sum), waits in zip(served.wanted, served.known.waits, strict=True):
             if waits:
                 self._put(route, name, ())
                 assert self._waiting is not None

@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from unsum.errors import UnsupportedError
-from unsum.factors.total import Kind
+from unsum.factors.total import Term
 from unsum.seams.tensors import version_of
 
 Held = list[tuple[Tensor, int]]  # tensors, and which version of them
 
 
-def versions(kind: Kind) -> Held:
+def versions(kind: Term) -> Held:
     """Of the tensors that factors refer to."""
     cls: Any = type(kind)
     return versions_of(*[getattr(kind, name) for name in _tensors(cls)])

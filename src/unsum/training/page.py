@@ -9,8 +9,8 @@ from html import escape
 from pathlib import Path
 from statistics import median
 
+from unsum.destination import writable
 from unsum.errors import OptionError
-from unsum.place import writable
 from unsum.report.charts import brief
 from unsum.report.frame import document, inlined, scrolled, section, version
 from unsum.training import summary

@@ -18,7 +18,7 @@ from unsum.travel.table import Answer, At, Journey, Travel, down, entry, start
 from unsum.travel.walk import INDEXED, Walked, filled, may_mix, mixes, with_states
 
 
-class Step(NamedTuple):
+class Leg(NamedTuple):
     """A node at which the table speaks. Nodes are named by their places in the order of the graph."""
 
     place: int
@@ -32,7 +32,7 @@ class Step(NamedTuple):
 class Trail:
     """The part of a walk that is the same for all graphs of a structure."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[Leg, ...]
     widths: tuple[int, ...]  # how many results each node has
 
     def follow(
@@ -123,7 +123,7 @@ def trail(walked: Walked, place: Mapping[Node, int], nodes: Sequence[Node]) -> T
         kind, travel = entry(node.name())
         looks = owners is not None and may_mix(node)
         if travel is not None and (edges or looks):
-            steps.append(Step(place[node], kind, travel, looks, edges))
+            steps.append(Leg(place[node], kind, travel, looks, edges))
     return Trail(tuple(steps), tuple(0 if is_leaf(node) else len(outputs_of(node)) for node in nodes))
 
 

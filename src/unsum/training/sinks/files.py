@@ -10,8 +10,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from unsum.destination import writable
 from unsum.errors import OptionError
-from unsum.place import writable
 from unsum.training.record import Record
 from unsum.training.sinks.packages import package
 from unsum.training.sinks.rows import table

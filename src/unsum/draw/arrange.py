@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from unsum.draw.layers import Edge, Item, Slot, order, straighten
+from unsum.draw.ranks import Edge, Item, Slot, order, straighten
 
 STUB = 18.0  # how far an arrow goes straight before it bends, beside its label
 BARE = 9.0  # the same without a label, and where it arrives

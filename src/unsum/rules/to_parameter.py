@@ -13,7 +13,7 @@ from unsum.factors.dense import Dense
 from unsum.factors.outer import Outer
 from unsum.factors.routed import Routed
 from unsum.factors.scale import Scale
-from unsum.factors.total import Kind
+from unsum.factors.total import Term
 from unsum.graph.nodes import Node, signed
 from unsum.seams.nodes import saved_of
 
@@ -24,7 +24,7 @@ _SHAPES = (
 )  # fmt: skip
 
 
-def follow(kind: Kind, node: Node, output: int, shape: tuple[int, ...]) -> Kind | None:
+def follow(kind: Term, node: Node, output: int, shape: tuple[int, ...]) -> Term | None:
     """The factors of the tensor (of this shape) of which a node on the weight side made another; None if they cannot
     be followed."""
     name = node.name()
@@ -63,7 +63,7 @@ def _swaps(node: Node, name: str, shape: tuple[int, ...]) -> bool:
     return name == "PermuteBackward0" and [d % 2 for d in saved_of(node, "dims")] == [1, 0] and len(shape) == 2
 
 
-def _viewed(kind: Kind, shape: tuple[int, ...]) -> Kind | None:
+def _viewed(kind: Term, shape: tuple[int, ...]) -> Term | None:
     if isinstance(kind, Dense):
         return Dense(kind.values.reshape(kind.n, *shape))
     if isinstance(kind, Scale):
@@ -75,7 +75,7 @@ def _viewed(kind: Kind, shape: tuple[int, ...]) -> Kind | None:
     return None
 
 
-def _turned(kind: Kind, shape: tuple[int, ...]) -> Kind | None:
+def _turned(kind: Term, shape: tuple[int, ...]) -> Term | None:
     if isinstance(kind, Outer | Routed) and _is_own(kind):
         return replace(kind, turned=not kind.turned, shape=shape)
     if isinstance(kind, Dense | Scale | Outer | Routed):
@@ -91,7 +91,7 @@ def _is_own(kind: Outer | Routed) -> bool:
     return tuple(kind.shape) == (count, *matrix) or (count == 1 and tuple(kind.shape) == matrix)
 
 
-def _looked_up(kind: Dense | Scale, node: Node, shape: tuple[int, ...]) -> Kind | None:
+def _looked_up(kind: Dense | Scale, node: Node, shape: tuple[int, ...]) -> Term | None:
     """Rows of a table that belong to nobody, such as positions: what they get goes back to the table."""
     padding, ids = saved_of(node, "padding_idx"), saved_of(node, "indices")
     if saved_of(node, "scale_grad_by_freq") or 0 <= padding < shape[0]:
@@ -120,7 +120,7 @@ def _piece_of(node: Node, name: str, output: int, shape: tuple[int, ...]) -> tup
     return dim, first, first + sizes[output], 1
 
 
-def _sliced(kind: Kind, shape: tuple[int, ...], dim: int, first: int, last: int, step: int) -> Kind | None:
+def _sliced(kind: Term, shape: tuple[int, ...], dim: int, first: int, last: int, step: int) -> Term | None:
     if step != 1:
         return None
     if isinstance(kind, Dense | Scale):
@@ -140,7 +140,7 @@ def _padded(tensor: Tensor, padding: tuple[int, int]) -> Tensor:
     return tensor if padding == (0, 0) else F.pad(tensor, padding)
 
 
-def cast(kind: Kind, dtype: torch.dtype) -> Kind:
+def cast(kind: Term, dtype: torch.dtype) -> Term:
     """Reads are given in the parameter's dtype, float32 at least."""
     if isinstance(kind, Dense):
         wanted = torch.promote_types(dtype, torch.float32)
@@ -148,7 +148,7 @@ def cast(kind: Kind, dtype: torch.dtype) -> Kind:
     return replace(kind, dtype=dtype)
 
 
-def finished(kind: Kind, parameter: Tensor, *, turned: bool) -> Kind:
+def finished(kind: Term, parameter: Tensor, *, turned: bool) -> Term:
     """The factors of a parameter, of which a tensor was met as it is, cast, or transposed."""
     if isinstance(kind, Outer) and (turned or kind.shape == parameter.shape):
         return kind.of(tuple(parameter.shape), parameter.dtype, turned=turned)

@@ -1,5 +1,5 @@
-"""The short way of ordinary calls against the long way: the same values, order, notes and errors; and names that are
-remembered are never stale."""
+"""A plain site, whose tensor is seen at a glance, against the same site beside one that makes the block look through
+all that a call was given: the same values, order, notes and errors. And names that are remembered are never stale."""
 
 import gc
 import threading
@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 import unsum
 from unsum import tree
-from unsum.flow.flow import shortcut
 
 
 class Calls(nn.Module):
@@ -204,14 +203,12 @@ SITES = [
 ]
 
 
-def _seen(model, sites, monkeypatch=None):
-    """Everything that can be seen of a capture, with the short way, or without."""
-    if monkeypatch is not None:
-        monkeypatch.setattr(shortcut, "serves", lambda site: False)
+def _seen(model, sites, *others):
+    """Everything that can be seen of these sites in a capture, beside `others`, which never fire."""
     model.zero_grad()
     x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
     try:
-        with unsum.capture(model, *sites, missing="ignore") as got:
+        with unsum.capture(model, *sites, *others, missing="ignore") as got:
             out = model(x)
             out.square().sum().backward(retain_graph=True)
             out.sum().backward()
@@ -224,8 +221,9 @@ def _seen(model, sites, monkeypatch=None):
         except unsum.errors.SiteError as error:
             values[name] = str(error)
     acted = {site: [key[1:] for key in keys] for site, keys in got.acted.sites.items()}
-    flow = got._flow
-    notes = [flow.note(place, site) for n, site in enumerate(flow.asked) for place in flow.places[n].values()]
+    flow, places = got._flow, got._flow.requests.places
+    asked = flow.requests.asked[: len(sites)]
+    notes = [flow.note(place, site) for n, site in enumerate(asked) for place in places[n].values()]
     grads = {name: p.grad for name, p in model.named_parameters()}
     return got.trace(), values, acted, {site: len(refs) for site, refs in got.acted.loose.items()}, notes, out, grads
 
@@ -239,12 +237,13 @@ def _outcome(*args):
 
 @pytest.mark.parametrize("sites", SITES, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_both_ways_see_the_same(case, sites, monkeypatch):
+def test_a_plain_site_sees_what_it_sees_beside_others(case, sites):
     torch.manual_seed(0)
-    short = _outcome(CASES[case], sites)
-    long = _outcome(CASES[case], sites, monkeypatch)
-    assert len(short) == len(long)
-    for one, other in zip(short, long, strict=True):
+    kinds = {site[1] if isinstance(site, tuple) else site.rpartition(":")[2] for site in sites}
+    alone = _outcome(CASES[case], sites)
+    beside = _outcome(CASES[case], sites, *((nn.Module, f"{kind}@99") for kind in sorted(kinds)))
+    assert len(alone) == len(beside)
+    for one, other in zip(alone, beside, strict=True):
         assert _plain(one) == _plain(other)
 
 
@@ -256,17 +255,6 @@ def _plain(value):
     if isinstance(value, list):
         return [_plain(each) for each in value]
     return str(value) if isinstance(value, unsum.flow.trace.Trace) else value
-
-
-def test_ordinary_calls_go_the_short_way(monkeypatch):
-    """Else the cases above would compare the long way with itself."""
-    entered = []
-    monkeypatch.setattr(unsum.flow.flow.Flow, "enter", lambda *args: entered.append(args))
-    model = CASES["linear"]
-    with unsum.capture(model, (nn.Linear, "input"), (nn.Linear, "grad_output")) as got:
-        model(torch.randn(2, 3, 4)).sum().backward()
-    assert len(got) == 6
-    assert not entered
 
 
 def _names(model):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from unsum.factors.dense import Dense
-from unsum.factors.factors import Factors, Share
+from unsum.factors.factors import Factors, GroupFactors
 from unsum.factors.outer import Outer
-from unsum.factors.total import Kind
+from unsum.factors.total import Term
 from unsum.kernels import fused, product
 from unsum.kernels.product import rows, wide
 
@@ -26,7 +26,7 @@ class Layers:
 
     names: Sequence[str]
     parameter: Tensor  # the first of them
-    kind: Kind
+    kind: Term
     n: int
     scale: Tensor | float | None = None  # of all gradients
     _squares: Tensor | None = field(default=None, init=False)  # (layers, n), once they are known; without the scale
@@ -34,7 +34,7 @@ class Layers:
     @cached_property
     def factors(self) -> Factors:
         """All of them as one parameter with more samples."""
-        share = Share(len(self.names) * self.n, [self.kind], self.scale)
+        share = GroupFactors(len(self.names) * self.n, [self.kind], self.scale)
         return Factors(", ".join(self.names), self.parameter, [share], is_over=False)
 
     def apart(self, values: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from unsum.graph.nodes import Node, below, is_leaf
 from unsum.seams.nodes import SAVED, outputs_of, packed, saved_of, saved_or
 
-Place = tuple[Node, int]  # a node, and which of its arguments
+Opening = tuple[Node, int]  # a node, and which of its arguments
 
 
 def operation_name(node: Node) -> str:
@@ -37,7 +37,7 @@ def is_hooked(saved: Any) -> bool:
     return getattr(saved, "unpack_hook", None) is not None
 
 
-def open_places(node: Node) -> Iterator[tuple[int, Callable[[Tensor], bool]]]:
+def openings(node: Node) -> Iterator[tuple[int, Callable[[Tensor], bool]]]:
     """The arguments of a node that have no edge, and what shapes would fit there. -1: no argument with an edge."""
     name = node.name()
     shape = tuple(outputs_of(node)[0].shape)
@@ -58,7 +58,7 @@ def open_places(node: Node) -> Iterator[tuple[int, Callable[[Tensor], bool]]]:
 
 
 def _is_kept(node: Node, argument: str) -> bool:
-    """Whether what is at this place was kept: then it has been looked at, and is nothing that has a name."""
+    """Whether what is at this opening was kept: then it has been looked at, and is nothing that has a name."""
     kept = dict(packed(node)).get(SAVED + argument)
     return kept is not None and not is_hooked(kept) and getattr(kept, "data", None) is not None
 

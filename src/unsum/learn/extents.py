@@ -1,4 +1,4 @@
-"""A place in memory: where a tensor lies whose samples are known, and whose each number of a view of it is."""
+"""An extent of memory: where a tensor lies whose samples are known, and whose each number of a view of it is."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from unsum.graph.layout import NOBODY, Layout, Regular, reshaped
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
-    """A place: where a tensor lies in its memory, and its owners."""
+class Extent:
+    """An extent: where a tensor lies in its memory, and its owners."""
 
     storage: StorageWeakRef  # while this is held, no other memory has its number
     shape: tuple[int, ...]
@@ -100,32 +100,32 @@ def addresses(view: Tensor) -> Tensor:
     return found.expand(view.shape)
 
 
-def covers(place: Place, view: Tensor) -> bool:
+def covers(extent: Extent, view: Tensor) -> bool:
     """Whether all numbers of a tensor are numbers of the remembered one."""
-    if place.itemsize != view.element_size():
+    if extent.itemsize != view.element_size():
         return False
     offset, end = int(view.storage_offset()), 1
     end += offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
-    if offset < place.offset or end > place.end:
+    if offset < extent.offset or end > extent.end:
         return False
-    if (tuple(view.shape), view.stride(), offset) == (place.shape, place.stride, place.offset):
+    if (tuple(view.shape), view.stride(), offset) == (extent.shape, extent.stride, extent.offset):
         return True
-    if place.dims is None:
+    if extent.dims is None:
         return False
-    if prod(place.shape) == place.end - place.offset:  # without gaps
+    if prod(extent.shape) == extent.end - extent.offset:  # without gaps
         return True
-    return bool((place.owner_at(addresses(view)) != NOBODY).all())
+    return bool((extent.owner_at(addresses(view)) != NOBODY).all())
 
 
-def as_a_whole(place: Place, view: Tensor) -> Regular | None:
+def as_a_whole(extent: Extent, view: Tensor) -> Regular | None:
     """Whose a view is, if it is all of a tensor whose samples lie along a dimension, in the same order."""
-    if not isinstance(place.owners, Regular) or view.storage_offset() != place.offset:
+    if not isinstance(extent.owners, Regular) or view.storage_offset() != extent.offset:
         return None
-    if tuple(view.shape) == place.shape and view.stride() == place.stride:
-        return place.owners
-    if view.numel() != prod(place.shape) or not view.is_contiguous() or place.stride != _dense(place.shape):
+    if tuple(view.shape) == extent.shape and view.stride() == extent.stride:
+        return extent.owners
+    if view.numel() != prod(extent.shape) or not view.is_contiguous() or extent.stride != _dense(extent.shape):
         return None
-    found = reshaped(place.owners, tuple(view.shape), place.owners.n)
+    found = reshaped(extent.owners, tuple(view.shape), extent.owners.n)
     return found if isinstance(found, Regular) else None
 
 

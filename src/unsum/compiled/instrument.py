@@ -19,7 +19,7 @@ from unsum.factors.dense import Dense
 from unsum.factors.grouping import grouping
 from unsum.factors.outer import Outer
 from unsum.factors.scale import Scale
-from unsum.factors.total import Kind
+from unsum.factors.total import Term
 from unsum.graph.nodes import Node, below
 from unsum.kernels import grouped
 from unsum.kernels.traced import hint
@@ -27,8 +27,8 @@ from unsum.learn.audit import shape_of
 from unsum.plan.plan import Plan
 from unsum.reducers import SQ_NORMS
 from unsum.reducers.tap import Tap
-from unsum.rules.follow import cast, finished, follow
 from unsum.rules.registry import Call, find
+from unsum.rules.to_parameter import cast, finished, follow
 from unsum.step.collect import Collector
 from unsum.step.launches import Launches
 
@@ -36,7 +36,7 @@ _local = threading.local()
 
 
 @dataclass
-class Trace:
+class Instrumentation:
     """What is wanted of a model while it is compiled."""
 
     patterns: Sequence[Pattern]  # of calls with these flags and sizes; none: they were never learnt
@@ -50,18 +50,18 @@ class Trace:
 
 
 @contextmanager
-def tracing(trace: Trace) -> Iterator[None]:
+def tracing(wanted: Instrumentation) -> Iterator[None]:
     """If torch compiles within, this is what it is for."""
-    before = getattr(_local, "trace", None)
-    _local.trace = trace
+    before = getattr(_local, "wanted", None)
+    _local.wanted = wanted
     try:
         yield
     finally:
-        _local.trace = before
+        _local.wanted = before
 
 
-def _now() -> Trace:
-    trace: Trace | None = getattr(_local, "trace", None)
+def _now() -> Instrumentation:
+    trace: Instrumentation | None = getattr(_local, "wanted", None)
     if trace is None:
         raise Untappable("a compiled model was called outside the block that compiled it")
     return trace
@@ -98,7 +98,7 @@ def _attach(count: int, *tensors: Any) -> Any:
 class _Session:
     """One run of the model with stand-ins for tensors, and the backward that follows."""
 
-    def __init__(self, trace: Trace, given: Sequence[Tensor]) -> None:
+    def __init__(self, trace: Instrumentation, given: Sequence[Tensor]) -> None:
         self._trace = trace
         self._taps, self._inputs = given[: trace.taps], given[trace.taps :]
         self._sums: dict[int, Tensor] = {}
@@ -209,7 +209,7 @@ class _Session:
         name = leaf(child)
         return tuple(self._trace.parameters[name].shape) if name else shape_of(child, output)
 
-    def _follow(self, kind: Kind, child: Node, output: int, way: Way, leaf: Leaf) -> None:
+    def _follow(self, kind: Term, child: Node, output: int, way: Way, leaf: Leaf) -> None:
         while (name := leaf(child)) is None:
             nexts = below(child)
             deeper, place = nexts[0][1:]
@@ -221,7 +221,7 @@ class _Session:
         if name:
             self._arrive(name, way, cast(kind, self._trace.parameters[name].dtype))
 
-    def _arrive(self, name: str, way: Way, kind: Kind) -> None:
+    def _arrive(self, name: str, way: Way, kind: Term) -> None:
         assert self._collector is not None and self._pattern is not None
         parameter = self._trace.parameters[name]
         is_norms = [getattr(reducer, "wants", None) for reducer in self._reducers] == [SQ_NORMS]
@@ -238,7 +238,7 @@ class _Session:
         if name in self._skipped:
             self._sums[id(parameter)] = each.sum(0)
 
-    def _launched(self, name: str, kind: Kind, dtype: torch.dtype) -> bool:
+    def _launched(self, name: str, kind: Term, dtype: torch.dtype) -> bool:
         """Whether one launch for many layers will give the norms of these factors, of a parameter of this dtype."""
         found = grouping(kind, dtype)
         if found is None or not isinstance(kind, Outer | Scale):
