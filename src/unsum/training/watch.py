@@ -24,8 +24,10 @@ from unsum.reducers import Norms
 from unsum.sites import Names
 from unsum.step.backward import Options
 from unsum.training import reading
+from unsum.training.division import Division
 from unsum.training.ids import Ids, Named
-from unsum.training.observed import Division, Observer, Packed, copies, distances
+from unsum.training.observed import Packed
+from unsum.training.observer import Observer, copies, distances
 from unsum.training.outliers import Outliers
 from unsum.training.record import Record
 from unsum.training.sinks import Sink, Sinks
@@ -215,13 +217,17 @@ class Watch:
     def _before_update(self) -> None:
         """The optimizer steps; with a closure, the forward and the backward are still to come."""
         if self._opened is not None or (self._steps and self._steps[-1].awaits_update):
-            chosen = {name: p for name, p in Names(self._model).parameters.items() if p.requires_grad}
-            self._weights = copies(chosen)
+            self._weights = copies(self._parameters())
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """What this process holds of the parameters that are trained."""
+        names = Names(self._model)
+        return {name: names.parts.get(name, p) for name, p in names.parameters.items() if p.requires_grad}
 
     def _after_update(self) -> None:
         before, self._weights = self._weights, {}
         if before and self._steps and self._steps[-1].awaits_update:
-            self._steps[-1].updates = distances(Names(self._model).parameters, before)
+            self._steps[-1].updates = distances(self._parameters(), before)
             self._complete(wait=False)
 
     def __repr__(self) -> str:
@@ -316,10 +322,12 @@ def watch(
 
 
 def averaging_group(model: nn.Module) -> Any:
-    """The process group that averages this model's gradients, if it is wrapped in DDP."""
+    """The process group that averages this model's gradients, if it is under DDP or FSDP2."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
-    return model.process_group if isinstance(model, nn.parallel.DistributedDataParallel) else None
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return model.process_group
+    return torch.distributed.group.WORLD if Names(model).parts else None
 
 
 def _innermost(optimizer: Any) -> Any:

@@ -1,0 +1,247 @@
+"""What is seen in one watched step: the blocks that are open, and what they hold until it is read.
+
+Nothing here waits for a GPU: `Observer.pack` puts all numbers into one tensor and starts its copy to the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unsum import seams
+from unsum.flow.flow import Flow
+from unsum.flow.picking import Spot
+from unsum.flow.requests import Requests
+from unsum.gathered import Gradients
+from unsum.reducers import Norms
+from unsum.seams.checkpoints import ModuleCall
+from unsum.seams.sharding import local
+from unsum.seams.tensors import norms_of
+from unsum.sites import Names, parse, unwrapped
+from unsum.step.backward import Options
+from unsum.training.division import Division
+from unsum.training.observed import Copy, Packed, Rows
+from unsum.training.tolerant import Tolerant
+
+MANY = 4096  # rows, above which a GPU looks at every fourth one of a gradient
+
+
+class Flowing:
+    """Looks at the outputs of modules, and at the gradients there, as they flow: a receiver of a `Flow`, as a capture
+    is one. It keeps the squared norms of their rows, and no tensor."""
+
+    edits, refuses = False, None
+
+    def __init__(self, model: nn.Module) -> None:
+        outputs = _has_parameters if any(p.is_cuda for p in model.parameters()) else _flows
+        sites = [parse((outputs, "output")), parse((_has_parameters, "grad_output"))]
+        self.flow = Flow(Requests(model, sites), self)
+        self.rows: list[Rows] = []
+        self.micro_batch = 0
+
+    def value(self, spot: Spot, tensor: Tensor, call: ModuleCall) -> None:
+        """A module's output."""
+        if not call.again and tensor.is_floating_point():
+            self._look(spot, tensor, 1)
+
+    def gradient(self, spot: Spot, grad: Tensor, backward: int) -> None:
+        """The gradient at a module's output."""
+        self._look(spot, grad, 4 if grad.is_cuda and grad.dim() == 3 and grad.shape[:2].numel() > MANY else 1)
+
+    def called(self) -> None:
+        """A call is over."""
+
+    def _look(self, spot: Spot, tensor: Tensor, step: int) -> None:
+        if tensor.layout != torch.strided or tensor.is_nested or not tensor.numel():
+            return
+        with torch.no_grad():
+            seen = tensor if step == 1 else tensor[:, ::step]
+            squares = _in_rows(seen)
+            if squares.device.type == "cpu" and not math.isfinite(float(squares.sum())):
+                if bool(tensor.isfinite().all()):
+                    squares = _in_rows(seen.double())  # of very large numbers
+        self.rows.append(Rows(tuple(seen.shape), squares, self.micro_batch, str(spot), step))
+
+
+class Observer:
+    """Watches one step, from `with` to its end."""
+
+    def __init__(self, model: nn.Module, options: Options, *, flows: bool, refuses: bool) -> None:
+        self._block = Tolerant(model, options, refuses=refuses, heard=self._heard)
+        self._division: Division = options.scaler
+        self._is_mean = options.mean
+        self._norms: Norms = options.reducers[0]  # type: ignore[assignment]
+        self._names = Names(model)
+        self._flowing = Flowing(model) if flows and not _is_compiled(model) else None
+        self._losses: list[Tensor] = []
+        self._scales: list[Tensor] = []  # of the loss, in each micro-batch
+        self._sizes: list[int] = []
+        self._grad_names: list[str] = []
+        self._grad_norms = torch.zeros(0)
+        self._before: dict[str, Tensor] = {}  # gradients that were there
+
+    def __enter__(self) -> Gradients:
+        self._found = self._block.__enter__()
+        try:
+            if self._flowing is not None:
+                self._flowing.flow.open()
+        except BaseException:
+            self._block.__exit__(None, None, None)
+            raise
+        there = self._grads()
+        if there and float(_norms(list(there.values())).sum()) != 0:
+            self._before = {name: grad.clone() for name, grad in there.items()}
+        return self._found
+
+    def __exit__(self, *error: Any) -> None:
+        if self._flowing is not None:
+            self._flowing.flow.close()
+        self._block.__exit__(*error)
+
+    def has_seen(self) -> bool:
+        """Whether there was a backward of this model."""
+        return bool(self._losses)
+
+    # ---- while the step runs --------------------------------------------------------------------------------------
+
+    def _heard(self, call: seams.Backward) -> None:
+        """A backward of this model is over."""
+        loss = sum(
+            (root.detach() if grad is None else root.detach() * grad).sum().double()
+            for root, grad in zip(call.roots, call.grads, strict=True)
+        )
+        scale = self._division.loss_scale()
+        self._losses.append(loss if scale is None else loss / scale)  # type: ignore[arg-type]
+        self._scales.append(torch.ones(1) if scale is None else torch.as_tensor(scale).reshape(1))
+        self._sizes.append(self._norms.size_now() if self._block.refused is None else 0)
+        if self._flowing is not None:
+            self._flowing.micro_batch += 1
+        grads = self._own_grads()
+        norms = _norms(list(grads.values())) if grads else torch.zeros(0)
+        norms = norms if scale is None else norms / scale
+        self._grad_names, self._grad_norms = list(grads), norms
+
+    def _grads(self) -> dict[str, Tensor]:
+        """What this process holds of every gradient."""
+        parts, found = self._names.parts, {}
+        for name in self._found:
+            grad = parts.get(name, self._found.parameters[name]).grad
+            if grad is not None:
+                found[name] = local(grad.detach())
+        return found
+
+    def _own_grads(self) -> dict[str, Tensor]:
+        """The step's gradients so far: without what was there before, and without nobody's part."""
+        shared, found = self._found.nobodys(), self._grads()
+        for name, grad in found.items():
+            grad = grad - self._before[name] if name in self._before else grad
+            found[name] = grad - shared[name] if name in shared and name not in self._names.parts else grad
+        return found
+
+    # ---- after it -------------------------------------------------------------------------------------------------
+
+    def pack(self, averaging: Any = None) -> Packed:
+        """Put all numbers into one tensor, and send it to the host. `averaging` is the process group that has averaged
+        `.grad`, if there is one: what is the ranks' together is added up over them, in one collective."""
+        parts, weights = self._names.parts, []
+        for name in self._found:
+            weights.append(local(parts.get(name, self._found.parameters[name]).detach()))
+        names, squares = self._norms.table() if sum(self._sizes) else ([], torch.zeros(0, 0))
+        sums = torch.stack([self._shares(squares), squares.new_full((), float(sum(self._sizes)))]).double()
+        together = [
+            sums,
+            self._grad_norms.square().double(),
+            (_norms(weights) if weights else torch.zeros(0)).square().double(),
+        ]
+        if averaging is not None:
+            together = _over_ranks(together, averaging, weights[0].device, whole=not parts)
+        rows = [] if self._flowing is None else self._flowing.rows
+        shapes = _by_shape(rows)
+        copy = Copy(
+            [*self._losses, *self._scales, self._division.factor_now(), squares, *together]
+            + [part for numbers in shapes for part in _first_bad([rows[k].squares for k in numbers])]
+        )
+        return Packed(
+            copy, rows, shapes, names, self._grad_names, list(self._found), self._sizes,
+            micro_batches=self._division.micro_batches(len(self._losses)),
+            ranks=1 if averaging is None else torch.distributed.get_world_size(averaging),
+            refused=None if self._block.refused is None else str(self._block.refused),
+        )  # fmt: skip
+
+    def _shares(self, squares: Tensor) -> Tensor:
+        """Σ of squared norms, of what adds up to the step's gradient: of a mean over samples, each one's share. NaN
+        where samples of different micro-batches do not have the same weight in it."""
+        if not self._is_mean or not squares.numel():
+            return squares.sum()
+        return squares.sum() / self._sizes[0] ** 2 if len(set(self._sizes)) == 1 else squares.sum() * math.nan
+
+
+def _over_ranks(numbers: Sequence[Tensor], group: Any, device: torch.device, *, whole: bool) -> list[Tensor]:
+    """Sums over all ranks, in one collective; of gradients and weights only where each rank holds a part."""
+    summed = list(numbers[:1] if whole else numbers)
+    joined = torch.cat([each.to(device) for each in summed])
+    torch.distributed.all_reduce(joined, group=group)
+    return [*joined.split([len(each) for each in summed]), *numbers[len(summed) :]]
+
+
+def _flows(name: str, module: nn.Module) -> bool:
+    """Whether a module's output is looked at: it has no modules inside, or parameters of its own."""
+    return next(module.children(), None) is None or _has_parameters(name, module)
+
+
+def _has_parameters(name: str, module: nn.Module) -> bool:
+    """Whether a module has parameters of its own. Only of these a GPU looks at outputs, and the gradient there is."""
+    return next(module.parameters(recurse=False), None) is not None
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(seams.is_compiled(module) for module in (model, *unwrapped(model).modules()))
+
+
+def _in_rows(tensor: Tensor) -> Tensor:
+    """Squared norms of the rows of a tensor."""
+    if tensor.dim() < 2:
+        return tensor.reshape(-1).to(torch.promote_types(tensor.dtype, torch.float32)).square()
+    return torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.promote_types(tensor.dtype, torch.float32)).square()
+
+
+def _norms(tensors: list[Tensor]) -> Tensor:
+    """(tensors,): their norms."""
+    plain = all(t.layout == torch.strided for t in tensors) and len({t.device for t in tensors}) == 1
+    return norms_of(tensors) if plain else torch.stack([_norm(t).to(tensors[0].device) for t in tensors])
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    values = tensor if tensor.layout == torch.strided else tensor.coalesce().values()
+    wide = values.dtype if values.is_complex() else torch.promote_types(values.dtype, torch.float32)
+    return torch.linalg.vector_norm(values.to(wide)).double()
+
+
+def copies(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of what this process holds of parameters."""
+    return {name: local(parameter.detach()).clone() for name, parameter in parameters.items()}
+
+
+def distances(now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """How far each parameter is from what it was."""
+    return {name: _norm(local(now[name].detach()) - value) for name, value in before.items()}
+
+
+def _by_shape(rows: Sequence[Rows]) -> list[list[int]]:
+    """Which of them have rows of one shape, device and dtype."""
+    found: dict[Any, list[int]] = {}
+    for k, each in enumerate(rows):
+        found.setdefault((each.squares.shape, each.squares.device, each.squares.dtype), []).append(k)
+    return list(found.values())
+
+
+def _first_bad(squares: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Σ of each, and the first row that is not finite, or -1."""
+    stacked = torch.stack(list(squares)).flatten(1)
+    bad = ~stacked.isfinite()
+    first = torch.where(bad.any(1), bad.int().argmax(1), -1)
+    return stacked.sum(1, dtype=torch.float64), first

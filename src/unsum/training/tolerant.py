@@ -1,0 +1,74 @@
+"""A `gradients` block for a run that is to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from unsum import seams
+from unsum.block import GradientsBlock
+from unsum.errors import UnsumError
+from unsum.step.backward import Options
+
+
+class Tolerant(GradientsBlock):
+    """A `gradients` block that tells of each backward, and that may let a backward go on which it refuses."""
+
+    def __init__(self, model: nn.Module, options: Options, *, refuses: bool, heard: Callable[[seams.Backward], None]):
+        super().__init__(model, options)
+        self._refuses, self._heard = refuses, heard
+        self._call: seams.Backward | None = None
+        self.refused: UnsumError | None = None
+
+    def _let_go(self, error: UnsumError) -> None:
+        if self._refuses:
+            raise error
+        self.refused = error
+
+    def before_call(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        try:
+            is_outermost = not self._forward.is_inside
+            is_ours = self.refused is None and super().before_call(module, args, kwargs)
+            if is_ours and is_outermost:
+                self._options.scaler.called(kwargs)
+            return is_ours
+        except UnsumError as error:
+            self._let_go(error)
+            return False
+
+    def after_call(self, output: Any) -> None:
+        try:
+            super().after_call(output)
+        except UnsumError as error:
+            self._let_go(error)
+
+    def instead_of_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.refused is not None:
+            return seams.NOTHING
+        try:
+            self._options.scaler.called(kwargs)
+            return super().instead_of_call(module, args, kwargs)
+        except UnsumError as error:
+            self._let_go(error)
+            return seams.NOTHING
+
+    def before_backward(self, call: seams.Backward) -> Sequence[Tensor] | None:
+        if not self._under_way:
+            self._call = call
+        if self.refused is not None:
+            self._under_way.append((call.accumulates, None))
+            return None
+        try:
+            return super().before_backward(call)
+        except UnsumError as error:
+            self._step = None
+            self._let_go(error)
+            return None
+
+    def after_backward(self, *, failed: bool) -> None:
+        is_ours = self._step is not None or self.refused is not None
+        super().after_backward(failed=failed)
+        if not self._under_way and is_ours and not failed and self._call is not None and self._call.accumulates:
+            self._heard(self._call)
