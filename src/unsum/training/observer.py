@@ -61,9 +61,9 @@ class Flowing:
         with torch.no_grad():
             seen = tensor if step == 1 else tensor[:, ::step]
             squares = _in_rows(seen)
-            if squares.device.type == "cpu" and not math.isfinite(float(squares.sum())):
-                if bool(tensor.isfinite().all()):
-                    squares = _in_rows(seen.double())  # of very large numbers
+            is_bad = squares.device.type == "cpu" and not math.isfinite(float(squares.sum()))
+            if is_bad and bool(tensor.isfinite().all()):
+                squares = _in_rows(seen.double())  # of very large numbers
         self.rows.append(Rows(tuple(seen.shape), squares, self.micro_batch, str(spot), step))
 
 
