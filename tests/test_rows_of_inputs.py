@@ -45,7 +45,7 @@ def test_owners_of_views_by_where_they_lie():
             view, owners = change(view), change(owners)
         rows = Rows()
         rows.remember(x, layout, layout.n, 0)
-        (place,) = next(iter(rows._places.values()))
+        (place,) = next(iter(rows._extents.values()))
         torch.testing.assert_close(place.owners_of(view).long(), owners.long())
 
 
