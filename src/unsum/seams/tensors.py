@@ -30,8 +30,9 @@ _clone: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = getattr(torch, "
 
 def norms_of(tensors: Sequence[Tensor]) -> Tensor:
     """(tensors,): their norms, in few launches; in float32 at least."""
+    dtypes = {tensor.dtype for tensor in tensors}
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
-    if any(t.dtype != tensors[0].dtype or t.is_complex() for t in tensors):
+    if len(dtypes) > 1 or wide.is_complex:
         return torch.stack([torch.linalg.vector_norm(t).to(tensors[0].device, torch.float64) for t in tensors])
     return torch.stack(torch._foreach_norm(list(tensors), 2, wide))
 

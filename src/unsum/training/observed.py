@@ -10,16 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unsum.flow.picking import Spot
+
 
 @dataclass
 class Rows:
-    """A tensor that flowed: the squared norms of its rows (all dimensions but the last)."""
+    """A tensor that flowed: the norms of its rows (all dimensions but the last)."""
 
+    spot: Spot
     shape: tuple[int, ...]
-    squares: Tensor
+    norms: Tensor
     microbatch: int
-    site: str
     step: int = 1  # every so many positions were looked at
+
+    @property
+    def site(self) -> str:
+        """Where it flowed."""
+        return str(self.spot)
 
 
 @dataclass
@@ -119,6 +126,6 @@ class Packed:
         for numbers in self.shapes:
             for k, total, bad in zip(numbers, next(values).tolist(), next(values).tolist(), strict=True):
                 rows = self.rows[k]
-                is_scaled = rows.site.endswith("grad_output") and rows.microbatch < backwards
+                is_scaled = rows.spot.kind == "grad_output" and rows.microbatch < backwards
                 found.rows[k] = rows, total / scales[rows.microbatch] ** 2 if is_scaled else total, round(bad)
         return found

@@ -5,6 +5,7 @@ Nothing here waits for a GPU: `Observer.pack` puts all numbers into one tensor a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,14 +33,12 @@ MANY = 4096  # rows, above which a GPU looks at every fourth one of a gradient
 
 class Flowing:
     """Looks at the outputs of modules, and at the gradients there, as they flow: a receiver of a `Flow`, as a capture
-    is one. It keeps the squared norms of their rows, and no tensor."""
+    is one. It keeps the norms of their rows, and no tensor."""
 
     edits, refuses = False, None
 
-    def __init__(self, model: nn.Module) -> None:
-        outputs = _has_parameters if any(p.is_cuda for p in model.parameters()) else _flows
-        sites = [parse((outputs, "output")), parse((_has_parameters, "grad_output"))]
-        self.flow = Flow(Requests(model, sites), self)
+    def __init__(self, requests: Requests) -> None:
+        self.flow = Flow(requests, self)
         self.rows: list[Rows] = []
         self.micro_batch = 0
 
@@ -58,25 +57,36 @@ class Flowing:
     def _look(self, spot: Spot, tensor: Tensor, step: int) -> None:
         if tensor.layout != torch.strided or tensor.is_nested or not tensor.numel():
             return
-        with torch.no_grad():
-            seen = tensor if step == 1 else tensor[:, ::step]
-            squares = _in_rows(seen)
-            is_bad = squares.device.type == "cpu" and not math.isfinite(float(squares.sum()))
-            if is_bad and bool(tensor.isfinite().all()):
-                squares = _in_rows(seen.double())  # of very large numbers
-        self.rows.append(Rows(tuple(seen.shape), squares, self.micro_batch, str(spot), step))
+        seen = tensor.detach()
+        seen = seen if step == 1 else seen[:, ::step]
+        norms = _in_rows(seen)
+        if norms.device.type == "cpu" and not math.isfinite(float(norms.sum())) and bool(seen.isfinite().all()):
+            norms = _in_rows(seen.double())  # of very large numbers
+        self.rows.append(Rows(spot, seen.shape, norms, self.micro_batch, step))
+
+
+def requests_of(model: nn.Module, known: Requests | None) -> Requests | None:
+    """The outputs of a model, and the gradients there, that are looked at; those that are `known`, if the model's
+    modules are still the same. None if there are none, or if the model is compiled, which shows none."""
+    names = Names(model)
+    if known is not None and known.names is not None and known.names.modules is names.modules:
+        return known
+    if not any(map(_has_parameters, names.modules, names.modules.values())) or _is_compiled(model):
+        return None
+    outputs = _has_parameters if any(p.is_cuda for p in model.parameters()) else _flows
+    return Requests(model, [parse((outputs, "output")), parse((_has_parameters, "grad_output"))])
 
 
 class Observer:
     """Watches one step, from `with` to its end."""
 
-    def __init__(self, model: nn.Module, options: Options, *, flows: bool, refuses: bool) -> None:
+    def __init__(self, model: nn.Module, options: Options, requests: Requests | None, *, refuses: bool) -> None:
         self._block = Tolerant(model, options, refuses=refuses, heard=self._heard)
         self._division: Division = options.scaler
         self._is_mean = options.mean
         self._norms: Norms = options.reducers[0]  # type: ignore[assignment]
         self._names = Names(model)
-        self._flowing = Flowing(model) if flows and not _is_compiled(model) else None
+        self._flowing = None if requests is None else Flowing(requests)
         self._losses: list[Tensor] = []
         self._scales: list[Tensor] = []  # of the loss, in each micro-batch
         self._sizes: list[int] = []
@@ -163,7 +173,7 @@ class Observer:
         shapes = _by_shape(rows)
         copy = Copy(
             [*self._losses, *self._scales, self._division.factor_now(), squares, *together]
-            + [part for numbers in shapes for part in _first_bad([rows[k].squares for k in numbers])]
+            + [part for numbers in shapes for part in _first_bad([rows[k].norms for k in numbers])]
         )
         return Packed(
             copy, rows, shapes, names, self._grad_names, list(self._found), self._sizes,
@@ -203,10 +213,15 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 def _in_rows(tensor: Tensor) -> Tensor:
-    """Squared norms of the rows of a tensor."""
+    """The norms of the rows of a tensor."""
     if tensor.dim() < 2:
-        return tensor.reshape(-1).to(torch.promote_types(tensor.dtype, torch.float32)).square()
-    return torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.promote_types(tensor.dtype, torch.float32)).square()
+        return tensor.abs().to(_wide(tensor.dtype)).reshape(-1)
+    return torch.linalg.vector_norm(tensor, dim=-1, dtype=_wide(tensor.dtype))
+
+
+@functools.cache
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:
@@ -235,13 +250,13 @@ def _by_shape(rows: Sequence[Rows]) -> list[list[int]]:
     """Which of them have rows of one shape, device and dtype."""
     found: dict[Any, list[int]] = {}
     for k, each in enumerate(rows):
-        found.setdefault((each.squares.shape, each.squares.device, each.squares.dtype), []).append(k)
+        found.setdefault((each.norms.shape, each.norms.device, each.norms.dtype), []).append(k)
     return list(found.values())
 
 
-def _first_bad(squares: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Σ of each, and the first row that is not finite, or -1."""
-    stacked = torch.stack(list(squares)).flatten(1)
+def _first_bad(norms: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Σ of the squares of each, and the first row that is not finite, or -1."""
+    stacked = torch.stack(list(norms)).flatten(1)
     bad = ~stacked.isfinite()
     first = torch.where(bad.any(1), bad.int().argmax(1), -1)
-    return stacked.sum(1, dtype=torch.float64), first
+    return stacked.double().square().sum(1), first

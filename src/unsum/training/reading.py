@@ -90,9 +90,8 @@ def _layers(seen: Observed) -> dict[str, Layer]:
         put("norm", seen.names, seen.squares)
     sums: dict[tuple[str, str], tuple[float, int]] = {}
     for rows, total, _ in seen.rows:
-        where, _, kind = rows.site.rpartition(":")
-        if where in found and kind.split("[")[0].split(".")[0] in ("output", "grad_output"):
-            key = where, kind.split("[")[0].split(".")[0]
+        key = rows.spot.place.name, rows.spot.kind
+        if key[0] in found:
             before, count = sums.get(key, (0.0, 0))
             sums[key] = before + total, count + math.prod(rows.shape)
     for (where, kind), (total, count) in sums.items():
@@ -103,7 +102,7 @@ def _layers(seen: Observed) -> dict[str, Layer]:
 def _nonfinite(seen: Observed, found: Record, samples: Samples) -> NonFinite | None:
     """The first value that is not finite: in the forward, in the loss, in the backward, in a parameter's gradient."""
     bad = [(rows, row) for rows, _, row in seen.rows if row >= 0]
-    forward = [each for each in bad if not each[0].site.rpartition(":")[2].startswith("grad")]
+    forward = [each for each in bad if each[0].spot.kind == "output"]
     losses = [k for k, loss in enumerate(seen.losses) if not math.isfinite(loss)]
     if forward:
         return _at_rows(seen, found, samples, *forward[0])
@@ -129,11 +128,11 @@ def _at_rows(seen: Observed, found: Record, samples: Samples, rows: Rows, row: i
     position = position * rows.step if isinstance(position, int) else position
     first = sum(seen.sizes[:k])
     sample = None if owner is None else found.ids[first + owner] if first + owner < len(found.ids) else owner
-    where = rows.site.rpartition(":")[0]
+    where = rows.spot.place.name
     parameter = next((name for name in seen.weights if _module_of(name) == where), None)
     if parameter is None and (bad := seen.first_bad()) is not None:
         parameter = bad[0]
-    value = "nan" if bool(rows.squares.reshape(-1)[row].isnan()) else "inf"
+    value = "nan" if bool(rows.norms.reshape(-1)[row].isnan()) else "inf"
     return NonFinite(rows.site, value, sample, position, parameter, k, found.rank)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from unsum import samples as sample_maps
 from unsum.errors import OptionError
+from unsum.flow.requests import Requests
 from unsum.opened import Opened
 from unsum.reducers import Norms
 from unsum.sites import Names
@@ -27,7 +28,7 @@ from unsum.training import reading
 from unsum.training.division import Division
 from unsum.training.ids import Ids, Named
 from unsum.training.observed import Packed
-from unsum.training.observer import Observer, copies, distances
+from unsum.training.observer import Observer, copies, distances, requests_of
 from unsum.training.outliers import Outliers
 from unsum.training.record import Record
 from unsum.training.sinks import Sink, Sinks
@@ -82,6 +83,7 @@ class Watch:
         self._model, self._options, self._every, self._sinks = model, options, every, sinks
         self.division: Division = options.scaler  # what is taken out of the samples' gradients
         self._layers, self._ids, self._outliers = layers, ids, outliers
+        self._requests: Requests | None = None  # for what flows, from step to step
         self._history: deque[Record] = deque(maxlen=history)
         self._steps: deque[_Step] = deque()  # whose records are not complete
         self._opened: tuple[Opened[Any], Observer] | None = None
@@ -105,7 +107,8 @@ class Watch:
             return self
         self._complete(wait=len(self._steps) >= _WAITING)
         has_norms = bool(self._history or self._steps)  # a run that goes on is not stopped by a refusal
-        observer = Observer(self._model, self._options, flows=self._layers, refuses=not has_norms)
+        self._requests = requests_of(self._model, self._requests) if self._layers else None
+        observer = Observer(self._model, self._options, self._requests, refuses=not has_norms)
         opened = Opened(observer, "unsum.watch")
         opened.open()
         self._opened = opened, observer
