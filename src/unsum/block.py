@@ -59,6 +59,8 @@ class GradientsBlock:
                 _shown_by[reducer] = weakref.ref(self._found)
             if hasattr(reducer, "reset"):
                 reducer.reset()
+            if hasattr(reducer, "order_by"):
+                reducer.order_by(chosen.by_id.values())
         self._saved = Saved()
         self._sides = Sides(self._model, self._saved)
         self._forward = Forward(self._names, options.samples, self._sides, verify=options.verify)
