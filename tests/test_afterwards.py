@@ -88,3 +88,51 @@ def test_a_block_that_is_left_while_a_backward_runs():
     assert model[0].weight._backward_hooks is not None
     go.set()
     thread.join()
+
+
+class Slow(nn.Module):
+    """Waits inside its forward, if it is told to, for another thread."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.inside, self.go = threading.Event(), threading.Event()
+        self.go.set()
+
+    def forward(self, x):
+        hidden = self.first(x)
+        self.inside.set()
+        assert self.go.wait(10)
+        return self.last(hidden)
+
+
+def test_a_block_that_another_thread_opens_while_a_known_call_runs():
+    """Inside a known call modules are called as if nobody watched; a block of another thread sees its calls all the
+    same, and the first block the calls that come after."""
+    slow, x = Slow(), torch.randn(5, 3)
+    for _ in range(3):
+        with unsum.gradients(slow, unsum.Norms()):
+            slow(x).square().sum().backward()
+    slow.inside.clear()
+    slow.go.clear()
+    found = []
+
+    def step():
+        with unsum.gradients(slow, unsum.Norms()) as g:
+            slow(x).square().sum().backward()
+            slow(x).square().sum().backward()
+        found.append(g[unsum.Norms].norms())
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    assert slow.inside.wait(10)
+    model, x2 = made()
+    with unsum.gradients(model) as g:
+        model(x2).square().sum().backward()
+        slow.go.set()
+        thread.join()
+        model(x2).square().sum().backward()
+    assert g.norms().shape == (10,) and found[0].shape == (10,)
+    torch.testing.assert_close(g.norms()[:5], g.norms()[5:])
+    torch.testing.assert_close(found[0][:5], found[0][5:])
+    assert hooks_of(slow) == hooks_of(model) == ([], [])
