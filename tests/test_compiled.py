@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 import unsum
-from unsum.compiled import tapping
+from unsum.compiled import tapped, tapping
 from unsum.errors import InteractionError, SamplesError, UnsupportedError
 from unsum.kernels import fused, grouped
 from unsum.step.launches import Launches
@@ -609,7 +609,7 @@ def test_marked_samples_are_refused_where_they_were_not_learnt(ran):
 
 def test_a_tap_that_got_nothing_is_an_error(ran, monkeypatch):
     _, compiled, x = two_heads(ran)
-    monkeypatch.setattr(tapping.Tapping, "_came", lambda self, tapped, results: None)
+    monkeypatch.setattr(tapped.Tapped, "_take", lambda self, results: None)
     norms = unsum.Norms()
     with pytest.raises(UnsupportedError, match="nothing in the tap"):
         with unsum.gradients(compiled, norms):
