@@ -14,11 +14,11 @@ from torch import Tensor
 from unsum.graph.layout import Layout, Regular
 from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered
 from unsum.graph.positions import Positions
-from unsum.kernels.traced import hint
 from unsum.plan.plan import Meeting, Plan, Route
 from unsum.plan.signature import plain
 from unsum.rules.registry import Rule
 from unsum.seams.nodes import number_of, outputs_of, saved_or
+from unsum.seams.operators import hint
 
 
 class Untappable(Exception):

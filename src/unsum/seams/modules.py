@@ -182,9 +182,9 @@ def off_plain_call(module: nn.Module, key: int) -> None:
     module._forward_hooks_always_called.pop(key, None)
 
 
-def buffers_of(module: nn.Module) -> Iterable[Any]:
-    """The module's own buffers."""
-    return module._buffers.values()
+def buffers_of(modules: Iterable[nn.Module]) -> Iterable[Any]:
+    """The buffers that these modules have themselves; None for one that is not there."""
+    return itertools.chain.from_iterable([module._buffers.values() for module in modules])
 
 
 def without_hooks(module: nn.Module) -> nn.Module:
