@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +37,16 @@ log = logging.getLogger("unsum")
 _TRIES = 2  # rehearsals of a call whose nodes are others when it is compiled
 
 
+@dataclass
+class _Candidate:
+    """An eager call that may run compiled some time."""
+
+    key: Key
+    module: nn.Module
+    is_rehearsal: bool = False
+    made: tuple[list[Node], list[Edge]] | None = None  # its nodes and its outputs, when it is over
+
+
 class Tapping:
     """What a block does with calls of compiled models."""
 
@@ -54,10 +65,7 @@ class Tapping:
         self._by_id = {id(p): name for name, p in wanted.items()}
         self._reducers, self._grad = reducers, grad
         self._forms: list[Tap] | None = None
-        self._module = model
-        self._candidate: Key | None = None  # of an eager call that may run compiled some time
-        self._is_rehearsal = False
-        self._own: tuple[list[Node], list[Edge]] | None = None  # its nodes and its outputs
+        self._candidate: _Candidate | None = None
         self._calls: dict[int, Tapped] = {}
 
     # ---- forward --------------------------------------------------------------------------------------------------
@@ -68,13 +76,12 @@ class Tapping:
         name = self._names.get(id(inner))
         if name is None or not torch.is_grad_enabled() or self._has_no_forms():
             return seams.NOTHING
-        self._module = module
         look = self._forward.look(name, args, kwargs)
         if look.n is None:
             return seams.NOTHING
         key = Key((name, look.rest, _others(args, kwargs)), look.sizes)
         memory = memory_of(self._model)
-        self._candidate, self._is_rehearsal = None, False
+        self._candidate = None
         assert self._forms is not None
         wanted = (key.rest, tuple(form.key for form in self._forms))
         if key.rest in memory.refused or wanted in memory.refused:
@@ -88,7 +95,7 @@ class Tapping:
                     if memory.missed[wanted, key] > _TRIES:
                         raise
                     watch_again(self._model)
-            self._candidate = key
+            self._candidate = _Candidate(key, module)
             if key.rest in memory.rehearsed:
                 return self._rehearse(memory, key, name, module, inner, args, kwargs)
         except Exception as error:
@@ -102,7 +109,8 @@ class Tapping:
         self, memory: Memory, key: Key, name: str, module: nn.Module, inner: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         """Run what torch takes down of the model, node by node."""
-        self._is_rehearsal = True
+        assert self._candidate is not None
+        self._candidate.is_rehearsal = True
         self._forward.before(name, module, args, kwargs, anew=True)
         self._forward.watching.turn(False)
         output = None
@@ -192,21 +200,20 @@ class Tapping:
             return
         tensors = [tensor for _, tensor in leaves(output)]
         edges = [edge_of(tensor) for tensor in tensors]
-        self._own = made(tensors, leaf_of(self._by_id)), edges
+        self._candidate.made = made(tensors, leaf_of(self._by_id)), edges
 
     def learn(self, plan: Plan, nodes: Sequence[Node]) -> None:
         """An eager call has a plan: later ones may run compiled."""
-        key, own = self._candidate, self._own
-        self._candidate = self._own = None
-        if key is None or own is None:
+        candidate, self._candidate = self._candidate, None
+        if candidate is None or candidate.made is None:
             return
-        memory = memory_of(self._model)
+        key, memory = candidate.key, memory_of(self._model)
         try:
-            known = pattern(plan, nodes, *own, self._by_id)
-            if self._is_rehearsal:
+            known = pattern(plan, nodes, *candidate.made, self._by_id)
+            if candidate.is_rehearsal:
                 memory.learnt(key, known)
             elif key.rest not in memory.rehearsed:
-                memory.rehearsed[key.rest] = taken_down(self._module)
+                memory.rehearsed[key.rest] = taken_down(candidate.module)
         except NotLasting as error:
             log.info("unsum: the compiled model runs eagerly in this batch: %s", error)
         except Untappable as error:
