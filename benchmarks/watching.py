@@ -2,10 +2,10 @@
 
     python benchmarks/watching.py [--device cuda] [--quick] [--json PATH]
 
-The unit is eight training steps with their optimizer: forward, loss, backward, AdamW, gradients cleared, as a loop makes
-them that does not wait for a GPU after each (one on a CPU). The ways take turns; each time is divided by that of the
-plain way in the same turn; shown are the median of these ratios, their quartiles, and peak memory over that of the plain
-step. "every=50" is the mean over 50 steps, one of them watched.
+The unit is eight training steps with their optimizer (forward, loss, backward, AdamW, gradients cleared), as a loop
+makes them that does not wait for a GPU after each; on a CPU, one. The ways take turns; each time is divided by that of
+the plain way in the same turn; shown are the median of these ratios, their quartiles, and peak memory over that of the
+plain step. "every=50" is the mean over 50 steps, one of them watched.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from torch import nn
 
 import unsum
 from compiled_nets import Attention, assert_norms, build, ids, loss, norms_of
-from unsum.compiled import tapping
+from unsum.compiled import tapped
 from unsum.errors import InteractionError, SamplesError, UnsupportedError
 
 # ---- what runs eagerly, and says so ---------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def test_marked_samples_are_refused_where_they_were_not_learnt(compiled_calls):
 
 def test_a_tap_that_got_nothing_is_an_error(compiled_calls, monkeypatch):
     _, compiled, x = two_heads(compiled_calls)
-    monkeypatch.setattr(tapping.Tapping, "_came", lambda self, tapped, results: None)
+    monkeypatch.setattr(tapped.Tapped, "_take", lambda self, results: None)
     norms = unsum.Norms()
     with pytest.raises(UnsupportedError, match="nothing in the tap"):
         with unsum.gradients(compiled, norms):

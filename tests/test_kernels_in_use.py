@@ -13,8 +13,8 @@ import unsum
 from kernel_inputs import DEVICE, close, kernels, made
 from unsum.factors.windows import Geometry, Windows
 from unsum.kernels import costs, fused, launch, product, twins
-from unsum.kernels.traced import is_traced
 from unsum.plan.memory import forget
+from unsum.seams.operators import is_stand_in
 
 # ---- which is used ------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ def test_a_kernel_is_launched_by_itself_only_where_triton_would_choose_the_same(
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(launch, "_compiled", {})
     monkeypatch.setattr(launch, "again", True)
-    monkeypatch.setattr(launch, "is_traced", lambda tensor: False)
+    monkeypatch.setattr(launch, "is_stand_in", lambda tensor: False)
     launched = []
 
     class Compiled:
@@ -216,9 +216,9 @@ def test_fake_tensors_are_traced():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     each = made(2, 3, 4)
-    assert not is_traced(each)
+    assert not is_stand_in(each)
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(each)
-        assert is_traced(fake)
+        assert is_stand_in(fake)
         squares, total = fused.norms_and_sum(fake)
     assert squares.shape == (2,) and total.shape == (3, 4)

@@ -240,3 +240,42 @@ def test_token_norms_are_those_of_the_inputs_positions():
         model(torch.randn(4, 7, 6)).square().sum().backward()
     assert g[unsum.TokenNorms].norms().shape == (4, 7)
     assert "a.weight" not in g[unsum.TokenNorms].left_out and "b.weight" in g[unsum.TokenNorms].left_out
+
+
+class Crossed(nn.Module):
+    """Layers that are called in another order than that in which they are registered, with a tied weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.first = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale, self.middle = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.middle.weight = self.last.weight
+
+    def forward(self, x):
+        return self.last(self.middle(self.scale(self.first(x)).tanh()).tanh())
+
+
+@pytest.mark.parametrize("engine", ["auto", "graph"])
+def test_results_by_parameter_come_in_the_models_order(engine):
+    torch.manual_seed(0)
+    model, x = Crossed(), torch.randn(N, T, WIDTH)
+    reads = {
+        unsum.Norms(): lambda r: r.by_parameter(),
+        unsum.Project(k=2): lambda r: r.by_parameter(),
+        unsum.WeightedSum(torch.ones(2 * N)): lambda r: r.sum(),
+        unsum.WeightedSum(lambda norms: 1 / norms): lambda r: r.sum(),
+        unsum.SecondMoment(): lambda r: r.sum_squares(),
+        unsum.Kronecker(): lambda r: r.factors(),
+    }
+    for _ in range(3):  # learnt, remembered, and remembered once more
+        with unsum.gradients(model, *reads, engine=engine, keep=True) as g:
+            for _ in range(2):
+                model(x).square().sum().backward()
+    names = [name for name, _ in model.named_parameters()]
+    assert list(g.sum()) == list(g) == names
+    for reducer, read in reads.items():
+        found = list(read(reducer))
+        assert found == [name for name in names if name in found], type(reducer).__name__
+        assert len(found) == len(names) or isinstance(reducer, unsum.Kronecker)
+        if getattr(reducer, "clips", False) and engine == "auto":
+            assert list(reducer.chosen) == names

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from unsum import seams
 from unsum.choice import choose, first_names
-from unsum.compiled.tapping import Tapped, Tapping
+from unsum.compiled.tapped import Tapped
+from unsum.compiled.tapping import Tapping
 from unsum.errors import OptionError, UnsupportedError
 from unsum.gathered import Gradients
 from unsum.graph.nodes import Node
@@ -59,6 +60,8 @@ class GradientsBlock:
                 _shown_by[reducer] = weakref.ref(self._found)
             if hasattr(reducer, "reset"):
                 reducer.reset()
+            if hasattr(reducer, "order_by"):
+                reducer.order_by(chosen.by_id.values())
         self._saved = Saved()
         self._sides = Sides(self._model, self._saved)
         self._forward = Forward(self._names, options.samples, self._sides, verify=options.verify)
@@ -259,7 +262,7 @@ class GradientsBlock:
             if isinstance(step, Step):
                 step.end(failed=failed)
             elif self._tapping is not None:
-                self._tapping.let_go(step)
+                step.let_go()
                 if not failed:
                     self._found.tapped(self._tapping.end(step, step.reducing.scale))
         except BaseException:

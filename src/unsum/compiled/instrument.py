@@ -22,13 +22,13 @@ from unsum.factors.scale import Scale
 from unsum.factors.total import Term
 from unsum.graph.nodes import Node, below
 from unsum.kernels import grouped
-from unsum.kernels.traced import hint
 from unsum.learn.audit import shape_of
 from unsum.plan.plan import Plan
 from unsum.reducers import SQ_NORMS
 from unsum.reducers.tap import Tap
 from unsum.rules.registry import Call, find
 from unsum.rules.to_parameter import cast, finished, follow
+from unsum.seams.operators import hint
 from unsum.step.collect import Collector
 from unsum.step.launches import Launches
 

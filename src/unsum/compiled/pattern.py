@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -13,11 +14,11 @@ from torch import Tensor
 from unsum.graph.layout import Layout, Regular
 from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered
 from unsum.graph.positions import Positions
-from unsum.kernels.traced import hint
 from unsum.plan.plan import Meeting, Plan, Route
 from unsum.plan.signature import plain
 from unsum.rules.registry import Rule
 from unsum.seams.nodes import number_of, outputs_of, saved_or
+from unsum.seams.operators import hint
 
 
 class Untappable(Exception):
@@ -79,6 +80,14 @@ class Pattern:
             (k, tuple((w.edge, w.rule.name, w.along, w.parameter) for w in ways)) for k, ways in self.ways.items()
         )
         return self.kinds, ways, self.spare, self.cut, self.used
+
+    def meetings(self) -> dict[str, dict[Meeting, None]]:
+        """Where each parameter meets data."""
+        found: dict[str, dict[Meeting, None]] = {}
+        for way in chain.from_iterable(self.ways.values()):
+            if way.parameter is not None:
+                found.setdefault(way.parameter, {})[way.meeting] = None
+        return found
 
 
 # Torch may take down another operation of the same effect on positions. These leave no trace in a pattern:

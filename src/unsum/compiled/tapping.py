@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from unsum.compiled.compile import compiled_with_taps, rehearsing, reuses_memory
 from unsum.compiled.instrument import Instrumentation, tracing
 from unsum.compiled.pattern import NotLasting, Pattern, Unknown, Untappable, leaf_of, made, pattern
 from unsum.compiled.remembered import Key, Memory, Record, memory_of
+from unsum.compiled.tapped import Tapped
 from unsum.errors import UnsupportedError
-from unsum.graph.nodes import Edge, Node, edge_of, is_leaf, ordered, place
+from unsum.graph.nodes import Edge, Node, edge_of, is_leaf
 from unsum.kernels import fused
 from unsum.kernels.product import wide
 from unsum.nested import leaves
@@ -37,22 +38,13 @@ _TRIES = 2  # rehearsals of a call whose nodes are others when it is compiled
 
 
 @dataclass
-class Tapped:
-    """A call that ran compiled, until its backward."""
+class _Candidate:
+    """An eager call that may run compiled some time."""
 
-    call: int
-    n: int
-    before: int  # samples that come before, if backwards come in the order of forwards
-    record: Record
-    key: Hashable  # of calls like this one
-    edges: frozenset[Edge]  # the places of the outputs that may lead to the loss
-    tap: weakref.ref[Tensor]  # the first one: it lives as long as the graph
-    node: Node = None
-    which: list[int] = field(default_factory=list)  # where the taps are among the node's inputs
-    values: list[Tensor | None] | None = None
-    handle: seams.Handle | None = None
-    is_begun: bool = False  # whether it had a backward
-    reducing: Any = None  # the reducers, while it has one
+    key: Key
+    module: nn.Module
+    is_rehearsal: bool = False
+    made: tuple[list[Node], list[Edge]] | None = None  # its nodes and its outputs, when it is over
 
 
 class Tapping:
@@ -73,10 +65,7 @@ class Tapping:
         self._by_id = {id(p): name for name, p in wanted.items()}
         self._reducers, self._grad = reducers, grad
         self._forms: list[Tap] | None = None
-        self._module = model
-        self._candidate: Key | None = None  # of an eager call that may run compiled some time
-        self._is_rehearsal = False
-        self._own: tuple[list[Node], list[Edge]] | None = None  # its nodes and its outputs
+        self._candidate: _Candidate | None = None
         self._calls: dict[int, Tapped] = {}
 
     # ---- forward --------------------------------------------------------------------------------------------------
@@ -87,13 +76,12 @@ class Tapping:
         name = self._names.get(id(inner))
         if name is None or not torch.is_grad_enabled() or self._has_no_forms():
             return seams.NOTHING
-        self._module = module
         look = self._forward.look(name, args, kwargs)
         if look.n is None:
             return seams.NOTHING
         key = Key((name, look.rest, _others(args, kwargs)), look.sizes)
         memory = memory_of(self._model)
-        self._candidate, self._is_rehearsal = None, False
+        self._candidate = None
         assert self._forms is not None
         wanted = (key.rest, tuple(form.key for form in self._forms))
         if key.rest in memory.refused or wanted in memory.refused:
@@ -107,7 +95,7 @@ class Tapping:
                     if memory.missed[wanted, key] > _TRIES:
                         raise
                     watch_again(self._model)
-            self._candidate = key
+            self._candidate = _Candidate(key, module)
             if key.rest in memory.rehearsed:
                 return self._rehearse(memory, key, name, module, inner, args, kwargs)
         except Exception as error:
@@ -121,7 +109,8 @@ class Tapping:
         self, memory: Memory, key: Key, name: str, module: nn.Module, inner: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         """Run what torch takes down of the model, node by node."""
-        self._is_rehearsal = True
+        assert self._candidate is not None
+        self._candidate.is_rehearsal = True
         self._forward.before(name, module, args, kwargs, anew=True)
         self._forward.watching.turn(False)
         output = None
@@ -212,21 +201,20 @@ class Tapping:
             return
         tensors = [tensor for _, tensor in leaves(output)]
         edges = [edge_of(tensor) for tensor in tensors]
-        self._own = made(tensors, leaf_of(self._by_id)), edges
+        self._candidate.made = made(tensors, leaf_of(self._by_id)), edges
 
     def learn(self, plan: Plan, nodes: Sequence[Node]) -> None:
         """An eager call has a plan: later ones may run compiled."""
-        key, own = self._candidate, self._own
-        self._candidate = self._own = None
-        if key is None or own is None:
+        candidate, self._candidate = self._candidate, None
+        if candidate is None or candidate.made is None:
             return
-        memory = memory_of(self._model)
+        key, memory = candidate.key, memory_of(self._model)
         try:
-            known = pattern(plan, nodes, *own, self._by_id)
-            if self._is_rehearsal:
+            known = pattern(plan, nodes, *candidate.made, self._by_id)
+            if candidate.is_rehearsal:
                 memory.learnt(key, known)
             elif key.rest not in memory.rehearsed:
-                memory.rehearsed[key.rest] = taken_down(self._module)
+                memory.rehearsed[key.rest] = taken_down(candidate.module)
         except NotLasting as error:
             log.info("unsum: the compiled model runs eagerly in this batch: %s", error)
         except Untappable as error:
@@ -247,43 +235,16 @@ class Tapping:
                 "  call backward for each, or use the model itself (compiled._orig_mod)"
             )
         ((leaf, tapped),) = leaves.items()
-        tapped.node = next(node for node in nodes if any(child is leaf for child, _ in node.next_functions))
-        at = {id(child.variable): k for k, (child, _) in enumerate(tapped.node.next_functions)
-              if child is not None and is_leaf(child)}  # fmt: skip
-        first = at[id(leaf.variable)]
         assert self._forms is not None
-        tapped.which = list(range(first, first + sum(form.taps for form in self._forms)))
+        tapped.find(nodes, leaf, sum(form.taps for form in self._forms))
         try:
-            self._refuse_others(call, tapped)
+            tapped.refuse_others(call, self._by_id)
         except UnsupportedError:  # from now on it runs eagerly
             memory_of(self._model).refused[tapped.key] = "its loss changes"
             watch_again(self._model)
             raise
-        tapped.values, tapped.is_begun = None, True
-        tapped.handle = seams.after_node(tapped.node, lambda results, grads: self._came(tapped, results))
+        tapped.wait()
         return tapped
-
-    def _refuse_others(self, call: seams.Backward, tapped: Tapped) -> None:
-        """What reaches parameters beside the compiled call is not in the taps."""
-        outside = ordered(
-            [node for root in call.roots if (node := place(root)[0]) is not None], stop=lambda n: n is tapped.node
-        )
-        allowed = {edge for edge in tapped.edges if edge[0] is tapped.node}
-        regenerated = {edge[0] for edge in tapped.edges} - {tapped.node}
-        for node in outside:
-            if node is tapped.node:
-                continue
-            if is_leaf(node) and id(node.variable) in self._by_id:
-                raise UnsupportedError(
-                    f"{self._by_id[id(node.variable)]} is used by the loss beside the compiled model, which was not so "
-                    "when it was learnt.\n  from now on the model runs eagerly in this block: call it again"
-                )
-            for edge in node.next_functions:
-                if edge[0] is tapped.node and edge not in allowed and node not in regenerated:
-                    raise UnsupportedError(
-                        "the loss uses an output of the compiled model that it did not use when it was learnt.\n"
-                        "  from now on the model runs eagerly in this block: call it again"
-                    )
 
     def refuse_other_order(self, tapped: Tapped) -> None:
         """Weights were given by the order of forwards, before it was known which have a backward."""
@@ -294,47 +255,20 @@ class Tapping:
                 "forward of the compiled model came between.\n  call backward right after each forward"
             )
 
-    def _came(self, tapped: Tapped, results: Sequence[Tensor | None]) -> None:
-        tapped.values = [results[k] for k in tapped.which]
-
     def only(self, nodes: Sequence[Node], tapped: Tapped) -> list[Tensor]:
         """The leaves to which torch is to bring gradients: not to the taps, which are read before; and if nobody wants
         the others, to one tap alone, or nothing would run."""
-        taps = [tapped.node.next_functions[k][0].variable for k in tapped.which]
-        if not self._grad:
-            return taps[:1]
-        given = {id(tap) for tap in taps}
-        return [node.variable for node in nodes if is_leaf(node) and id(node.variable) not in given]
+        return tapped.other_leaves(nodes) if self._grad else tapped.leaves()[:1]
 
     def end(self, tapped: Tapped, scale: Tensor | float | None) -> dict[str, dict[Meeting, None]]:
         """The backward is over: hand what has left to the reducers. Returns where each parameter met data."""
-        self.let_go(tapped)
-        values = tapped.values
-        tapped.node, tapped.values = None, None
-        if values is None or any(value is None for value in values):
-            raise UnsupportedError("the compiled model's backward has left nothing in the tap")
+        values = tapped.taken()
         assert self._forms is not None
         for k, each in enumerate(self._forms):
             each.told = tapped.record.told[k]
-            own = [value.detach() for value in values[: each.taps] if value is not None]
-            each.receive([value.clone() for value in own] if tapped.record.reuses_memory else own, scale)
-            values = values[each.taps :]
-        return _meetings(tapped.record.pattern)
-
-    def let_go(self, tapped: Tapped) -> None:
-        """Take the hook away."""
-        if tapped.handle is not None:
-            tapped.handle.remove()
-            tapped.handle = None
-
-
-def _meetings(known: Pattern) -> dict[str, dict[Meeting, None]]:
-    found: dict[str, dict[Meeting, None]] = {}
-    for ways in known.ways.values():
-        for way in ways:
-            if way.parameter is not None:
-                found.setdefault(way.parameter, {})[way.meeting] = None
-    return found
+            own, values = values[: each.taps], values[each.taps :]
+            each.receive(own, scale)
+        return tapped.record.pattern.meetings()
 
 
 def _tap(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ from unsum.factors.scale import Scale
 from unsum.factors.total import Term
 from unsum.kernels import grouped
 from unsum.kernels.product import wide
-from unsum.kernels.traced import hint
+from unsum.seams.operators import hint
 
 Way = Literal["gram", "shift", "norm"]
 

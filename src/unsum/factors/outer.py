@@ -13,7 +13,7 @@ from unsum.factors.dense import Dense
 from unsum.kernels import fused, product
 from unsum.kernels.constants import constant
 from unsum.kernels.product import Way, wide
-from unsum.kernels.traced import is_traced
+from unsum.seams.operators import is_stand_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +168,7 @@ class Outer:
 
 def _like(matrix: Tensor, other: Tensor) -> Tensor:
     """A projection in another's dtype, which is the same in every step: cast once."""
-    if matrix.dtype == other.dtype or is_traced(other):
+    if matrix.dtype == other.dtype or is_stand_in(other):
         return matrix.to(other)
     return _cast(matrix, other.dtype, other.device)
 

@@ -14,7 +14,7 @@ from unsum.factors.dense import Dense
 from unsum.factors.outer import Outer
 from unsum.kernels import costs, fused, product, window_rows
 from unsum.kernels.product import Way, wide
-from unsum.kernels.traced import hint, is_traced
+from unsum.seams.operators import hint, is_stand_in
 
 ALIGNED_PLACES = 8  # other numbers of places take slow kernels where (places, places) is formed
 
@@ -80,7 +80,7 @@ class Windows:
         return fused.is_on_a_gpu(self.x) and not self.turned and self.geometry.groups == 1 and self.n > 0
 
     def _is_for_the_processor(self) -> bool:
-        usual = not self.turned and self.x.dtype != torch.float16 and not is_traced(self.x)
+        usual = not self.turned and self.x.dtype != torch.float16 and not is_stand_in(self.x)
         return self.x.device.type == "cpu" and usual and self.n > 0
 
     def per_sample(self) -> Tensor:

@@ -162,7 +162,7 @@ class Gate(seams.Hook):
     def end_shares(self, shares: _Shares, output: Any) -> dict[Path, Tensor]:
         """The module is left. Where it returns an input itself, its share comes through the output: by an alias."""
         outputs = [tensor for _, tensor in leaves(output)]
-        alive = next((seams.on_gradient(t, seams.inert) for t in outputs if t.grad_fn is not None), None)
+        alive: Any = next((seams.on_gradient(t, seams.inert) for t in outputs if t.grad_fn is not None), None)
         for share, tensor in shares:
             share.close(tensor, outputs, alive)
         returned = [(share, tensor) for tensor in outputs for share, _ in shares if share.is_of(tensor)]

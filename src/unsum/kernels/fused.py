@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from unsum.kernels import launch, twins
-from unsum.kernels.traced import is_traced
+from unsum.seams.operators import is_stand_in
 
 Make = Callable[..., Tensor]
 _HAS_TRITON = importlib.util.find_spec("triton") is not None  # not asked while torch writes down, which it cannot
@@ -80,7 +80,7 @@ def offer(
     operator.register_fake(fake or twin)
 
     def call(*given: Any) -> Any:
-        if not is_traced(given[0] if isinstance(given[0], Tensor) else given[0][0]):
+        if not is_stand_in(given[0] if isinstance(given[0], Tensor) else given[0][0]):
             return chosen(*given)
         if compiled == "kernel" and serves(name, *given) and is_ready(name, given[0].device, given[0].dtype):
             return getattr(kernels(), name)(*given)
@@ -112,7 +112,7 @@ def serves(name: str, *given: Any) -> bool:
             first = each if first is None and dtype in DTYPES else first
     if first is None or not KERNELS[name].fits(*[each for each in given if _holds_tensors(each)]):
         return False
-    return is_installed() if is_traced(first) else is_on(name, first.device, first.dtype)
+    return is_installed() if is_stand_in(first) else is_on(name, first.device, first.dtype)
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -212,7 +212,7 @@ norms_and_sum = offer(
 
 def parts_and_sum(each: Tensor) -> tuple[Tensor, Tensor]:
     """The same with squared norms (n,), or (parts, n) that are still to be added up: for many layers at once."""
-    if each.numel() <= PARTS and not is_traced(each) and serves("norms_and_sum", each):
+    if each.numel() <= PARTS and not is_stand_in(each) and serves("norms_and_sum", each):
         return kernels().parts_and_sum(each)  # type: ignore[no-any-return]
     return norms_and_sum(each)  # type: ignore[no-any-return]
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from unsum.kernels import costs, fused
-from unsum.kernels.traced import hint, is_traced
 from unsum.kernels.twins import gram as gram
 from unsum.kernels.twins import wide as wide
+from unsum.seams.operators import hint, is_stand_in
 
 Way = Literal["product", "gram", "rank one"]
 
@@ -34,7 +34,7 @@ def choose(a: Tensor, delta: Tensor, *, want_sum: bool) -> Way:
     (_, t, i), o = a.shape, delta.shape[-1]
     if t == 1:
         return "rank one"
-    if want_sum and is_traced(a) and hint(a.shape[0] * t) * i * o < FEW.get(a.device.type, 0):
+    if want_sum and is_stand_in(a) and hint(a.shape[0] * t) * i * o < FEW.get(a.device.type, 0):
         return "product"  # fewer kernels
     return costs.cheaper(hint(t), i, o, a.device.type, want_sum=want_sum)
 
@@ -58,7 +58,7 @@ def sq_norms(a: Tensor, delta: Tensor, way: Way | None = None) -> Tensor:
     if way == "rank one":
         return squares(a) * squares(delta)
     if way == "gram":
-        if a.shape[1] <= SHORT and not is_traced(a) and fused.serves("gram_sq_norms", a[:, None], delta[:, None]):
+        if a.shape[1] <= SHORT and not is_stand_in(a) and fused.serves("gram_sq_norms", a[:, None], delta[:, None]):
             return fused.gram_sq_norms(a[:, None], delta[:, None], *ONE_PLACE)  # type: ignore[no-any-return]
         return gram(a, delta, a, delta)
     return norms_and_sum(a, delta, want_sum=False)[0]
@@ -68,7 +68,7 @@ def norms_and_sum(a: Tensor, delta: Tensor, *, want_sum: bool, in_parts: bool = 
     """The squared norms (n,) and, from the same product, the sum over samples (o, i). `in_parts`: squared norms may be
     (parts, n), still to be added up."""
     (n, _, i), o = a.shape, delta.shape[-1]
-    if a.device.type == "cpu" and not is_traced(a) and (some := _at_once(n, o * i)) < n:
+    if a.device.type == "cpu" and not is_stand_in(a) and (some := _at_once(n, o * i)) < n:
         return (
             _one_by_one(a, delta, want_sum=want_sum) if some == 1 else _some_at_once(a, delta, some, want_sum=want_sum)
         )

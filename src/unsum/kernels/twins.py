@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unsum.kernels import window_rows
-from unsum.kernels.traced import is_traced
+from unsum.seams.operators import is_stand_in
 
 
 @cache
@@ -129,7 +129,7 @@ def grouped_norm_sq_norms(
 def weighted_sum(each: Tensor, w: Tensor) -> Tensor:
     """In low precision sample by sample, so that no wide copy of all is made."""
     dtype = wide(each.dtype)
-    if each.dtype == dtype or is_traced(each):
+    if each.dtype == dtype or is_stand_in(each):
         return torch.tensordot(w.to(each.device, dtype), each.to(dtype), 1)
     total = torch.zeros(each.shape[1:], dtype=dtype, device=each.device)
     for values, weight in zip(each, w.to(total), strict=True):
@@ -143,7 +143,7 @@ def scaled(x: Tensor, w: Tensor) -> Tensor:
     each = w.to(x.device, dtype).view(-1, *(1 for _ in x.shape[1:]))
     if x.dtype == dtype:
         return x * each
-    return (x * each).to(x.dtype) if is_traced(x) else torch.mul(x, each, out=torch.empty_like(x))
+    return (x * each).to(x.dtype) if is_stand_in(x) else torch.mul(x, each, out=torch.empty_like(x))
 
 
 def two_sided(rows: Tensor, columns: Tensor, left: Tensor, right: Tensor) -> Tensor:

@@ -28,7 +28,8 @@ _LOOKS = ("TBackward0", "TransposeBackward0", "ToCopyBackward0", "ViewBackward0"
 
 @dataclass(frozen=True)
 class Setting:
-    """What a block knows of the forward, and what its user asked for."""
+    """What a block knows of the forward, and what its user asked for. It has many fields, since it is the one object
+    that everything which learns a graph is given."""
 
     model: nn.Module
     sides: Sides

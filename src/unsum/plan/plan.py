@@ -50,7 +50,8 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where parameters meet data in graphs of one layout."""
+    """Where parameters meet data in graphs of one layout. It has many fields, one for each question that a step asks:
+    all are answered once, when the plan is made."""
 
     n: int
     owned: dict[int, Owners]  # nodes with owners that lead to a parameter or to the weight side

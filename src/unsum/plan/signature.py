@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from operator import attrgetter, eq
 from typing import Any
 
@@ -118,7 +117,7 @@ def flags(
     modules: Sequence[torch.nn.Module], parameters: Sequence[torch.nn.Parameter], given: Sequence[torch.Tensor]
 ) -> tuple[Any, ...]:
     """What decides, before a forward, which structure its graph is likely to have: flags and dtypes, no sizes."""
-    own = set(map(id, chain.from_iterable([buffers_of(module) for module in modules])))
+    own = set(map(id, buffers_of(modules)))
     return (
         tuple(map(_training, modules)),
         tuple(map(_wanted, parameters)),

@@ -51,4 +51,4 @@ class Kronecker(Reduction):
     def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
         """{parameter: (A (i, i), G (o, o))}."""
         self._check()
-        return self._factors
+        return self._in_models_order(self._factors)

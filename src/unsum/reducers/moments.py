@@ -39,4 +39,4 @@ class SecondMoment(Reduction):
     def sum_squares(self) -> dict[str, Tensor]:
         """{parameter: Σ_n |g_n|²}."""
         self._check()
-        return self._sums
+        return self._in_models_order(self._sums)

@@ -71,7 +71,7 @@ class Project(Reading):
     def by_parameter(self) -> dict[str, Tensor]:
         """{parameter: (n, k·k)}."""
         self._check()
-        return {name: self._in_order(parts) for name, parts in self._parts.items()}
+        return {name: self._in_order(parts) for name, parts in self._in_models_order(self._parts).items()}
 
     def matrix(self) -> Tensor:
         """(n, K): the parameters side by side, by name."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from unsum.factors.factors import Factors
 from unsum.factors.stacked import Layers
 from unsum.reducers.tap import Tap
 
+Value = TypeVar("Value")
 # What `wants` says of squared norms (n,), which come from the cheapest of several ways, and of weighted sums.
 SQ_NORMS, WEIGHTED_SUM = "sq_norms", "weighted_sum"
 
@@ -42,6 +43,7 @@ class Reduction:
     sums: bool = False  # whether the sum over samples comes with what is computed: torch is spared it
     reads: tuple[str, ...] = ()  # what users call, for `print`
     _adds = False  # whether a second backward of the same samples may be added to the first
+    _parameter_names: tuple[str, ...] = ()  # of the block's parameters, in the model's order
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """A subclass that takes factors in its own way is not served as its parent is, unless it says so itself."""
@@ -69,6 +71,14 @@ class Reduction:
         self._now = 0  # which group the backward under way belongs to
         self._positions: int | None = None
         self.left_out: list[str] = []
+
+    def order_by(self, names: Iterable[str]) -> None:
+        """The block's parameters, in the model's order, which is that of results as well."""
+        self._parameter_names = tuple(names)
+
+    def _in_models_order(self, found: Mapping[str, Value]) -> dict[str, Value]:
+        """What was found of each parameter, in the model's order instead of that of backward."""
+        return {name: found[name] for name in dict.fromkeys((*self._parameter_names, *found)) if name in found}
 
     def kept(self) -> Any:
         """Another of the same kind that holds what this one holds now, for results that outlive it."""

@@ -91,7 +91,7 @@ class WeightedSum(Reduction):
         """Choose what to hold in the backward that begins, from what the gradients of each parameter take."""
         if self.clips:
             budget = free_memory(devices()) if self._memory is None else self._memory
-            self.chosen = choose(sizes(), budget)
+            self.chosen = self._in_models_order(choose(sizes(), budget))
             log.info("unsum: WeightedSum holds %s", dict(Counter(self.chosen.values())))
 
     def begin(self, n: int, again: bool) -> None:
@@ -180,7 +180,7 @@ class WeightedSum(Reduction):
         self._check()
         if isinstance(self._w, Tensor) and len(self._w) != sum(self._sizes):
             raise SamplesError(f"WeightedSum: {len(self._w)} weights for {sum(self._sizes)} samples")
-        return self._sums
+        return self._in_models_order(self._sums)
 
 
 def _checked(w: Any, norms: Tensor) -> Tensor:

@@ -76,10 +76,14 @@ class _Seam:
             begun = [watcher for watcher in watchers if watcher.before_call(module, args, kwargs)]
             if not begun:
                 return usual(module, *args, **kwargs)
-            output = None
+            output, rests = None, len(watchers) == 1 and begun[0].passes
+            if rests:
+                self._rest()
             try:
                 output = usual(module, *args, **kwargs)
             finally:
+                if rests:
+                    self._resume()
                 for watcher in reversed(begun):
                     watcher.after_call(output)
             return output
@@ -104,6 +108,17 @@ class _Seam:
             yield
         finally:
             self._local.watchers, self._function.__code__ = watchers, present
+
+    def _rest(self) -> None:
+        """The only one who watches need not be told of the calls inside this one: they are called as if nobody did."""
+        with _lock:
+            if len(self._watching) == 1:
+                self._function.__code__ = self._code
+
+    def _resume(self) -> None:
+        with _lock:
+            if self._watching:
+                self._function.__code__ = self._watched
 
     def _close(self, watcher: Watcher, watchers: list[Watcher]) -> None:
         watchers.remove(watcher)
@@ -156,9 +171,9 @@ def off_call(module: nn.Module, key: int) -> None:
     module._forward_hooks_always_called.pop(key, None)
 
 
-def buffers_of(module: nn.Module) -> Iterable[Any]:
-    """The module's own buffers."""
-    return module._buffers.values()
+def buffers_of(modules: Iterable[nn.Module]) -> Iterable[Any]:
+    """The buffers that these modules have themselves; None for one that is not there."""
+    return itertools.chain.from_iterable([module._buffers.values() for module in modules])
 
 
 def without_hooks(module: nn.Module) -> nn.Module:

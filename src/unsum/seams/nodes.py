@@ -22,16 +22,12 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node  # that runs n
 current_backward: Callable[[], int] = torch._C._current_graph_task_id  # a number; -1 outside
 Function: type = torch._C._FunctionBase  # the context of an autograd.Function
 
-_reads: dict[str, Callable[[Any], Any]] = {}
 _tensor_names: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
 def saved_of(node: Any, name: str) -> Any:
     """What a node has saved under this name, such as "dim" or "self"."""
-    read = _reads.get(name)
-    if read is None:
-        read = _reads[name] = attrgetter(SAVED + name)
-    return read(node)
+    return getattr(node, SAVED + name)
 
 
 def saved_or(node: Any, name: str, default: Any) -> Any:

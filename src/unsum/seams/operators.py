@@ -14,14 +14,30 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
-__all__ = ["OpOverload", "TorchDispatchMode", "current_stream", "is_stand_in", "launcher", "schema_of", "without_modes"]
+__all__ = [
+    "OpOverload",
+    "TorchDispatchMode",
+    "current_stream",
+    "hint",
+    "is_stand_in",
+    "launcher",
+    "schema_of",
+    "without_modes",
+]
+
+_is_in_dynamo = torch.compiler.is_dynamo_compiling
 
 schema_of: Callable[[Any], Any] = attrgetter("_schema")  # name and arguments of an operator
 
 
 def is_stand_in(tensor: Tensor) -> bool:
     """Whether there are no numbers behind a tensor: torch writes down what is to be compiled."""
-    return isinstance(tensor, FakeTensor | FunctionalTensor) or torch._is_functional_tensor(tensor)
+    return _is_in_dynamo() or isinstance(tensor, FakeTensor | FunctionalTensor) or torch._is_functional_tensor(tensor)
+
+
+def hint(value: Any) -> Any:
+    """The number that a symbol stands for while torch writes down; nothing is made to depend on it."""
+    return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value
 
 
 def current_stream(device: int) -> int:

@@ -90,7 +90,7 @@ class Step:
         self.planned, self._call, self._setting = planned, call, setting
         self._options, self._found, self.reducing = options, found, reducing
         self._delivery = Delivery()
-        self._arrived = Arrived(setting.wanted, setting.names)
+        self._arrived = Arrived(setting.wanted, setting.names) if planned.is_checked else None
         self._put_back: list[tuple[nn.Parameter, Tensor | None]] = []
         plan, nodes = planned.plan, planned.nodes
         for reducer in options.reducers:
@@ -112,12 +112,13 @@ class Step:
 
     def run(self, plan: Plan, nodes: Sequence[Node]) -> Run:
         """What waits at the nodes of a graph: of this backward, or of one that a node runs inside it."""
-        self._arrived.rounding = max(self._arrived.rounding, plan.rounding)
+        if self._arrived is not None:
+            self._arrived.rounding = max(self._arrived.rounding, plan.rounding)
         return Run(plan, nodes, self._setting, self._collector)
 
     def begin(self, hears: Callable[[], bool]) -> frozenset[str]:
         """The user's backward begins. Returns the parameters to which torch need not bring gradients."""
-        if self.planned.is_checked:
+        if self._arrived is not None:
             self._arrived.attach(hears)
         if not self._options.grad:  # set aside, or torch would add to it in place
             names = self._found.names
@@ -128,12 +129,13 @@ class Step:
 
     def end(self, *, failed: bool) -> None:
         """The user's backward is over."""
-        self._arrived.detach()
+        if self._arrived is not None:
+            self._arrived.detach()
         for parameter, stored in self._put_back:
             parameter.grad = stored
         if failed:
             return
-        if self.planned.is_checked:
+        if self._arrived is not None:
             self._arrived.check(self._collector.found)
         self._collector.finish()
         self._delivery.finish()

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from unsum.kernels.launch import blocks_of, launch, power_of_two
-from unsum.kernels.traced import hint
+from unsum.seams.operators import hint
 
 WIDTH = 1024  # numbers of a gradient that one program sums over all samples
 WIDE = 2048  # numbers that one program weighs
