@@ -46,7 +46,7 @@ class Norms(Reading):
 
     def groups(self) -> list[tuple[Sequence[str], Tensor]]:
         """Names and squared norms (names, n) that the last backward brought, as they came."""
-        return [(names, _whole(names, squares)) for names, squares in self._squares.get(self._now, [])]
+        return [(names, by_name(names, squares)) for names, squares in self._squares.get(self._now, [])]
 
     def by_parameter(self) -> dict[str, Tensor]:
         """{name: (n,)}: squared norms of each parameter's part."""
@@ -83,11 +83,11 @@ def in_rows(squares: Tensor) -> Tensor:
 def _apart(came: Sequence[tuple[Sequence[str], Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Squared norms by parameter, their parts added up."""
     for names, squares in came:
-        yield from zip(names, _whole(names, squares).unbind(), strict=True)
+        yield from zip(names, by_name(names, squares).unbind(), strict=True)
 
 
-def _whole(names: Sequence[str], squares: Tensor) -> Tensor:
-    """(names, n): the parts of each added up."""
+def by_name(names: Sequence[str], squares: Tensor) -> Tensor:
+    """(names, n): squared norms of each parameter, their parts added up."""
     whole = squares.view(len(names), squares.shape[:-1].numel() // len(names), squares.shape[-1])
     return whole[:, 0] if whole.shape[1] == 1 else whole.sum(1)
 

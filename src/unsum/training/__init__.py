@@ -1,5 +1,7 @@
-"""In training: `unsum.watch`, its records, and where they go."""
+"""In training: `unsum.watch`, its records, and where they go; `unsum.clip_per_sample`."""
 
+from unsum.training.clip import Clipped as Clipped
+from unsum.training.clip import clip_per_sample as clip_per_sample
 from unsum.training.record import Layer as Layer
 from unsum.training.record import NonFinite as NonFinite
 from unsum.training.record import Record as Record
