@@ -1,5 +1,4 @@
-"""Clipping per sample asks the model itself whether samples interact, once for each of its modes, and refuses those that
-do."""
+"""Clipping per sample asks the model itself whether samples interact, once for each of its modes."""
 
 import gc
 

@@ -18,7 +18,7 @@ from unsum.reducers import Kronecker, Norms, Project, SecondMoment, TokenNorms, 
 from unsum.report import report
 from unsum.samples import dim, packed
 from unsum.sites import sites
-from unsum.training import clip_per_sample, watch
+from unsum.training import clip_per_sample, private, watch
 from unsum.verbs import add, clip, clip_norm, noise, remove, replace, reverse, scale, steer, zero
 
 if os.environ.get("UNSUM_LOG"):  # tell what was learnt and decided
@@ -49,6 +49,7 @@ __all__ = [
     "mark_samples",
     "noise",
     "packed",
+    "private",
     "remove",
     "replace",
     "report",

@@ -161,7 +161,7 @@ class ClipBlock(GradientsBlock):
         )
 
 
-class _Clip:
+class Clip:
     """What `clip_per_sample` opens: a new block every time."""
 
     def __init__(self, make: Callable[[], ClipBlock]) -> None:
@@ -231,7 +231,7 @@ def clip_per_sample(
     clipping = Clipping(checked_norm("clip_per_sample", max_norm), checked_how("clip_per_sample", how), memory, verify)
     options = options_of("clip_per_sample", samples, params, loss_reduction, scaler, verify)
     ClipBlock(model, options, clipping)  # what makes no sense shows here
-    return Opened(_Clip(lambda: ClipBlock(model, options, clipping)), "unsum.clip_per_sample")
+    return Opened(Clip(lambda: ClipBlock(model, options, clipping)), "unsum.clip_per_sample")
 
 
 def checked_norm(name: str, max_norm: Any) -> float:
