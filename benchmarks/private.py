@@ -6,7 +6,9 @@
 are test accuracies (mean and standard deviation over seeds) and epsilon. *Cost*: one step is forward, loss (a sum over
 samples), backward, clipping, noise and the optimizer's step, on a fixed batch. In each repetition every way makes one
 step, in random order, and its time is divided by that of the plain step of the same repetition; shown are the median of
-these ratios and their quartiles. "plain, again" is the noise. A way that is absent or fails is shown with its reason.
+these ratios and their quartiles. "plain, again" is the noise. Without noise, each way's clipped sum is compared with
+that of gradients which were computed one sample at a time. A way that is absent or fails is shown with its reason.
+Written to results/private_cpu.json, the tables go to docs/private.md too.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +33,9 @@ from models import CNN, GPT
 from peers import SCIPY, no_need_of, reason
 
 CLIP, NOISE, DELTA = 1.0, 1.0, 1e-5
+ROOT = Path(__file__).resolve().parent
+RESULTS, PAGE = ROOT / "results" / "private_cpu.json", ROOT.parent / "docs" / "private.md"
+BEGIN, END = "<!-- begin: benchmarks/private.py -->\n", "<!-- end -->"
 Step = Callable[[Tensor, Tensor], None]
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
@@ -150,10 +156,10 @@ def models(device: str) -> dict[str, Callable[[], tuple[nn.Module, Loss, Tensor,
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=1e-3)
+    return torch.optim.SGD(model.parameters(), lr=0.01)
 
 
-def plain(model: nn.Module, loss: Loss, n: int) -> Step:
+def plain(model: nn.Module, loss: Loss, n: int, noise: float) -> Step:
     optimizer = sgd(model)
 
     def step(x: Tensor, y: Tensor) -> None:
@@ -164,8 +170,8 @@ def plain(model: nn.Module, loss: Loss, n: int) -> Step:
     return step
 
 
-def ours(how: str) -> Callable[[nn.Module, Loss, int], Step]:
-    def make(model: nn.Module, loss: Loss, n: int) -> Step:
+def ours(how: str) -> Callable[[nn.Module, Loss, int, float], Step]:
+    def make(model: nn.Module, loss: Loss, n: int, noise: float) -> Step:
         dp = unsum.private(
             model,
             sgd(model),
@@ -187,12 +193,12 @@ def ours(how: str) -> Callable[[nn.Module, Loss, int], Step]:
     return make
 
 
-def opacus_hooks(model: nn.Module, loss: Loss, n: int) -> Step:
+def opacus_hooks(model: nn.Module, loss: Loss, n: int, noise: float) -> Step:
     with no_need_of(*SCIPY):
         from opacus import GradSampleModule
         from opacus.optimizers import DPOptimizer
     wrapped = GradSampleModule(model, loss_reduction="sum")
-    optimizer = DPOptimizer(sgd(model), noise_multiplier=NOISE, max_grad_norm=CLIP, expected_batch_size=n)
+    optimizer = DPOptimizer(sgd(model), noise_multiplier=noise, max_grad_norm=CLIP, expected_batch_size=n)
 
     def step(x: Tensor, y: Tensor) -> None:
         optimizer.zero_grad()
@@ -202,7 +208,7 @@ def opacus_hooks(model: nn.Module, loss: Loss, n: int) -> Step:
     return step
 
 
-def opacus_ghost(model: nn.Module, loss: Loss, n: int) -> Step:
+def opacus_ghost(model: nn.Module, loss: Loss, n: int, noise: float) -> Step:
     with no_need_of(*SCIPY):
         from opacus.grad_sample import GradSampleModuleFastGradientClipping
         from opacus.optimizers import DPOptimizerFastGradientClipping
@@ -210,7 +216,7 @@ def opacus_ghost(model: nn.Module, loss: Loss, n: int) -> Step:
         model, loss_reduction="sum", max_grad_norm=CLIP, use_ghost_clipping=True
     )
     optimizer = DPOptimizerFastGradientClipping(
-        sgd(model), noise_multiplier=NOISE, max_grad_norm=CLIP, expected_batch_size=n
+        sgd(model), noise_multiplier=noise, max_grad_norm=CLIP, expected_batch_size=n
     )
 
     def step(x: Tensor, y: Tensor) -> None:  # its two backwards, of which the second has weighted losses
@@ -228,7 +234,7 @@ def opacus_ghost(model: nn.Module, loss: Loss, n: int) -> Step:
     return step
 
 
-WAYS: dict[str, Callable[[nn.Module, Loss, int], Step]] = {
+WAYS: dict[str, Callable[[nn.Module, Loss, int, float], Step]] = {
     "plain": plain,
     "plain, again": plain,
     "unsum.private": ours("flat"),
@@ -238,6 +244,25 @@ WAYS: dict[str, Callable[[nn.Module, Loss, int], Step]] = {
 }
 
 
+def truth(model: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> Tensor:
+    """The clipped sum over the batch's size, from gradients of one sample at a time, as one vector."""
+    total = torch.zeros(())
+    for k in range(len(x)):
+        grads = torch.autograd.grad(loss(model, x[k : k + 1], y[k : k + 1]), list(model.parameters()))
+        flat = torch.cat([grad.flatten() for grad in grads])
+        total = total.to(flat) + flat * (CLIP / flat.norm()).clamp(max=1)
+    return total / len(x)
+
+
+def off(model: nn.Module, made: Any, loss: Loss, x: Tensor, y: Tensor, wanted: Tensor) -> float:
+    """How far a step without noise is from the true one, relative to it."""
+    own = copy.deepcopy(model)
+    before = nn.utils.parameters_to_vector(own.parameters()).detach().clone()
+    made(own, loss, len(x), 0.0)(x, y)
+    moved = (before - nn.utils.parameters_to_vector(own.parameters()).detach()) / 0.01
+    return float((moved - wanted).norm() / wanted.norm())
+
+
 def cost(name: str, make: Any, device: str, seconds: float) -> dict[str, Any]:
     torch.manual_seed(0)
     model, loss, x, y = make()
@@ -245,10 +270,14 @@ def cost(name: str, make: Any, device: str, seconds: float) -> dict[str, Any]:
     steps: dict[str, Step] = {}
     rows: list[dict[str, Any]] = []
     memory: dict[str, int] = {}
+    checked: dict[str, str] = {}
+    wanted = truth(model, loss, x, y)
     for way, made in WAYS.items():
         try:
             own = copy.deepcopy(model)
-            step = made(own, loss, len(x))
+            if made is not plain and 'how="layer"' not in way:
+                checked[way] = f"off by {off(model, made, loss, x, y, wanted):.0e}"
+            step = made(own, loss, len(x), NOISE)
             for _ in range(4):  # learns, records
                 step(x, y)
             run = lambda step=step: step(x, y)
@@ -267,7 +296,43 @@ def cost(name: str, make: Any, device: str, seconds: float) -> dict[str, Any]:
         ms = round(1e3 * statistics.median(times[way]), 2)
         took = round(memory[way] / memory["plain"], 3)
         rows.append({"way": way, "ms": ms, "to_plain": ratios(times, way, "plain"), "memory": took})
+        rows[-1]["checked"] = checked.get(way, "")
     return {"model": name, "repetitions": len(times["plain"]), "rows": rows}
+
+
+def tables(report: dict[str, Any]) -> str:
+    """What docs/private.md quotes."""
+    lines = ["| training | test accuracy | epsilon |", "|---|---|---|"]
+    for row in report["training"]:
+        if "note" in row:
+            lines.append(f"| {row['way']} | {row['note']} | |")
+        else:
+            epsilon = "" if row["epsilon"] is None else f"{row['epsilon']:.2f}"
+            lines.append(f"| {row['way']} | {row['accuracy']:.3f} ± {row['deviation']:.3f} | {epsilon} |")
+    for made in report["cost"]:
+        lines += [
+            "",
+            f"| {made['model']} | to a plain step | quartiles | memory | clipped sum |",
+            "|---|---|---|---|---|",
+        ]
+        for row in made["rows"]:
+            ratio = row.get("to_plain")
+            told = (
+                f"{row['note']} | | | |"
+                if ratio is None
+                else f"{ratio['median']:.2f}× | {ratio['low']:.2f}, {ratio['high']:.2f} | {row['memory']:.2f}× | "
+                f"{row['checked']} |"
+            )
+            lines.append(f"| {row['way']} | {told}")
+    machine = report["machine"]
+    where = ", ".join([machine.get("gpu", machine["cpu"]), f"torch {machine['torch']}", machine["date"]])
+    return "\n".join([*lines, "", f"Measured on {where}."])
+
+
+def filled(page: str, report: dict[str, Any]) -> str:
+    """The page with these tables between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    return before + BEGIN + tables(report) + "\n" + END + rest.partition(END)[2]
 
 
 def show(report: dict[str, Any]) -> None:
@@ -277,7 +342,10 @@ def show(report: dict[str, Any]) -> None:
     for made in report["cost"]:
         print(f"\n{made['model']}, {made['repetitions']} repetitions")
         for row in made["rows"]:
-            told = row.get("note") or f"{row['to_plain']['median']:.2f}× a plain step, memory {row['memory']:.2f}×"
+            told = (
+                row.get("note")
+                or f"{row['to_plain']['median']:.2f}× a plain step, memory {row['memory']:.2f}×, {row['checked']}"
+            )
             print(f"{row['way']:30} {told}")
 
 
@@ -293,6 +361,8 @@ def main() -> None:
         report["cost"].append(cost(name, make, options.device, seconds))
         write(options.json, report)
     show(report)
+    if options.json is not None and options.json.resolve() == RESULTS:
+        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), report), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import unsum
 from unsum.errors import OptionError, SamplesError
+from unsum.training.noise import sources
 
 N = 200
 
@@ -79,6 +80,10 @@ def test_noise_and_sampling_have_streams_of_their_own():
     assert torch.equal(drawn(quiet, Rows(), 20), drawn(noisy, Rows(), 20))
     other = made(nn.Linear(4, 2), seed=None, generator=torch.Generator().manual_seed(0))
     assert not torch.equal(drawn(made(nn.Linear(4, 2)), Rows(), 20), drawn(other, Rows(), 20))
+    noise, sampling, _ = sources(0, None, secure=False, rank=0)
+    of_rank_1 = sources(0, None, secure=False, rank=1)[1]
+    streams = torch.stack([source.uniform(1000) for source in (noise, sampling, of_rank_1)])
+    assert float(torch.corrcoef(streams).triu(1).abs().max()) < 0.2  # six standard errors
 
 
 @pytest.mark.parametrize(("rate", "batches"), [(0.1, 10), (0.3, 3), (0.4, 2), (0.9, 1), (1.0, 1)])
