@@ -326,6 +326,32 @@ def test_a_compiled_model_runs_eagerly_and_is_right():
         assert_clipped(model, clipped.norms, per_sample_gradients(model, squares, *batch), "flat", 0.5)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_other_blocks_may_be_open_beside_it(inside):
+    torch.manual_seed(0)
+    model, batch = mlp(), rows()
+    each = per_sample_gradients(model, squares, *batch)
+    for _ in range(3):
+        model.zero_grad()
+        blocks = [unsum.clip_per_sample(model, max_norm=0.5), unsum.gradients(model, unsum.Norms()), unsum.watch(model)]
+        found = [block.open() for block in (blocks if inside else reversed(blocks))]
+        squares(model, *batch).backward()
+        for block in blocks if not inside else reversed(blocks):
+            block.close()
+        clipped, g = (found[0], found[1]) if inside else (found[2], found[1])
+        assert_clipped(model, clipped.norms, each, "flat", 0.5)
+        close(g.norms(), clipped.norms, 1e-5, float(clipped.norms.max()), "norms")
+
+
+def test_a_sparse_embedding():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(V, 3, sparse=True), nn.Linear(3, 2))
+    ids = torch.randint(V, (N, T))
+    each = per_sample_gradients(model, squares, ids)
+    clipped = step(model, squares, (ids,), max_norm=0.5)
+    assert_clipped(model, clipped.norms, each, "flat", 0.5)
+
+
 def test_options_that_make_no_sense():
     model = mlp()
     for options in (

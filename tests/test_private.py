@@ -305,6 +305,9 @@ def test_penalties_and_hooks_are_refused():
     with pytest.raises(UnsupportedError, match="0.weight: hooks"), dp:
         pass
     handle.remove()
+    model = nn.ParameterList([nn.Parameter(torch.randn(2, dtype=torch.complex64))])
+    with pytest.raises(UnsupportedError, match="complex"), made(model):
+        pass
 
 
 @pytest.mark.parametrize(

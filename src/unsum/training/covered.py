@@ -118,8 +118,11 @@ def before_step(optimizer: torch.optim.Optimizer, method: Callable[[], None]) ->
     optimizer.register_step_pre_hook(hook)
 
 
-def refuse_hooks(covered: dict[str, nn.Parameter]) -> None:
-    """Raise where somebody would see a gradient before it is clipped."""
+def refuse_unprotected(covered: dict[str, nn.Parameter]) -> None:
+    """Raise where somebody would see a gradient before it is clipped, and for numbers that get no noise."""
+    if any(p.is_complex() for p in covered.values()):
+        names = [name for name, p in covered.items() if p.is_complex()]
+        raise UnsupportedError(f"unsum.private: {listed(names)}: the noise is real, and these parameters are complex")
     if have_hooks(list(covered.values())):
         names = [name for name, p in covered.items() if have_hooks([p])]
         raise UnsupportedError(

@@ -21,7 +21,7 @@ from unsum.sites import unwrapped
 from unsum.step.backward import Options
 from unsum.training import accountant
 from unsum.training.clip import Clip, ClipBlock, Clipped, Clipping, How, checked_how, checked_norm, options_of
-from unsum.training.covered import Covered, Left, before_step, listed, refuse_hooks
+from unsum.training.covered import Covered, Left, before_step, listed, refuse_unprotected
 from unsum.training.gradient import all_summed
 from unsum.training.noise import Source, sources
 from unsum.training.poisson import Part, PoissonLoader, steps_of, world
@@ -140,7 +140,7 @@ class Private:
         if self._opened is not None:
             raise OptionError("unsum.private: a block is open already; close() it first")
         covered = self._covered.parameters()
-        refuse_hooks(covered)
+        refuse_unprotected(covered)
         self._left.settle(covered, self._covered.frozen())
         options = replace(self._options, params=list(covered))
         if samples is not None:
