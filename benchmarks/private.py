@@ -176,7 +176,7 @@ def ours(how: str) -> Callable[[nn.Module, Loss, int, float], Step]:
             model,
             sgd(model),
             max_norm=CLIP,
-            noise_multiplier=NOISE,
+            noise_multiplier=noise,
             expected_batch=n,
             sample_rate=0.01,
             how=how,
@@ -246,7 +246,8 @@ WAYS: dict[str, Callable[[nn.Module, Loss, int, float], Step]] = {
 
 def truth(model: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> Tensor:
     """The clipped sum over the batch's size, from gradients of one sample at a time, as one vector."""
-    total = torch.zeros(())
+    model, total = copy.deepcopy(model).double(), torch.zeros(())
+    x = x.double() if x.is_floating_point() else x
     for k in range(len(x)):
         grads = torch.autograd.grad(loss(model, x[k : k + 1], y[k : k + 1]), list(model.parameters()))
         flat = torch.cat([grad.flatten() for grad in grads])
@@ -255,8 +256,9 @@ def truth(model: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> Tensor:
 
 
 def off(model: nn.Module, made: Any, loss: Loss, x: Tensor, y: Tensor, wanted: Tensor) -> float:
-    """How far a step without noise is from the true one, relative to it."""
-    own = copy.deepcopy(model)
+    """How far a step without noise is from the true one, relative to it, in float64."""
+    own = copy.deepcopy(model).double()
+    x = x.double() if x.is_floating_point() else x
     before = nn.utils.parameters_to_vector(own.parameters()).detach().clone()
     made(own, loss, len(x), 0.0)(x, y)
     moved = (before - nn.utils.parameters_to_vector(own.parameters()).detach()) / 0.01

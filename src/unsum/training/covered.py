@@ -115,7 +115,12 @@ def before_step(optimizer: torch.optim.Optimizer, method: Callable[[], None]) ->
         if (call := known()) is not None:
             call()
 
-    optimizer.register_step_pre_hook(hook)
+    inner: Any = optimizer
+    while isinstance(
+        getattr(inner, "optimizer", None), torch.optim.Optimizer
+    ):  # which others have put something around
+        inner = inner.optimizer
+    inner.register_step_pre_hook(hook)
 
 
 def refuse_unprotected(covered: dict[str, nn.Parameter]) -> None:
