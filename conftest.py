@@ -14,6 +14,9 @@ if not torch.cuda.is_available():  # before anything imports triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+collect_ignore = [] if importlib.util.find_spec("lightning") else ["src/unsum/integrations/lightning.py"]
+
+
 class Needs:
     """`<!-- needs: package -->`: what follows on the page is skipped, with the reason, where the package is absent."""
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import json
 import os
 import pkgutil
 import re
@@ -36,6 +37,12 @@ def test_the_table_of_costs_is_made_from_the_last_results(monkeypatch):
     for name in found.keys() & {"growth_cpu", "growth_cuda"}:
         for file, svg in tables.charts(found[name]).items():
             assert (ROOT / "docs" / "growth" / file).read_text() == svg
+
+
+def test_the_page_on_privacy_says_what_was_measured(monkeypatch):
+    private = load(ROOT / "benchmarks" / "private.py", monkeypatch)
+    page = (ROOT / "docs" / "private.md").read_text()
+    assert private.filled(page, json.loads(private.RESULTS.read_text())) == page
 
 
 def test_a_size_that_failed_stands_in_the_table_of_growth_with_its_reason(monkeypatch):

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import unsum
 from reads import close
-from unsum.errors import OptionError
+from unsum.errors import OptionError, SamplesError
 from unsum.reducers.holding import FACTORS, GRADIENTS, Size, choose
 
 N, T, V = 4, 6, 11
@@ -99,6 +99,16 @@ class Sums(nn.Module):
     def forward(self, x):
         h = torch.tanh(self.a(x))
         return h, self.b(h)
+
+
+def test_weights_by_group_come_from_a_function():
+    with pytest.raises(OptionError, match="groups"):
+        unsum.WeightedSum(torch.ones(3), groups={"a": 0})
+    model, given = nn.Linear(3, 2), unsum.WeightedSum(torch.ones(4))
+    with unsum.gradients(model, given):
+        model(torch.randn(4, 3)).sum().backward()
+    with pytest.raises(SamplesError, match="no norms"):
+        given.norms()
 
 
 def tokens():

@@ -18,7 +18,7 @@ from unsum.reducers import Kronecker, Norms, Project, SecondMoment, TokenNorms, 
 from unsum.report import report
 from unsum.samples import dim, packed
 from unsum.sites import sites
-from unsum.training import sinks, watch
+from unsum.training import clip_per_sample, private, sinks, watch
 from unsum.verbs import add, clip, clip_norm, noise, remove, replace, reverse, scale, steer, zero
 
 if os.environ.get("UNSUM_LOG"):  # tell what was learnt and decided
@@ -39,6 +39,7 @@ __all__ = [
     "check",
     "clip",
     "clip_norm",
+    "clip_per_sample",
     "dim",
     "draw",
     "edit",
@@ -49,6 +50,7 @@ __all__ = [
     "mark_samples",
     "noise",
     "packed",
+    "private",
     "remove",
     "replace",
     "report",

@@ -62,19 +62,22 @@ class Layers:
         return summed
 
     def weighted_sums(self, w: Tensor) -> Tensor:
-        """(layers, *shape): Σ w_n G_n of each."""
+        """(layers, *shape): Σ w_n G_n of each, with weights (n,), or (layers, n) where each layer has its own."""
         kind = self.kind
         if isinstance(kind, Outer) and kind.groups == 1:
-            w = w.repeat(len(self.names))
+            w = w.repeat(len(self.names)) if w.dim() == 1 else w.reshape(-1)
             narrow = kind.a.shape[-1] < kind.delta.shape[-1]  # the smaller of the two factors takes the weights
             a = fused.scaled(kind.a, w) if narrow else kind.a
             delta = kind.delta if narrow else fused.scaled(kind.delta, w)
             return self._times(self._placed(kind, self._product(a, delta)))
         each = self.apart(kind.per_sample())
         if each.numel() > LARGE * len(self.names):
-            return self._times(torch.stack([Dense(own).weighted_sum(w) for own in each]))
+            own_weights = w.expand(len(self.names), self.n)
+            sums = [Dense(own).weighted_sum(own_w) for own, own_w in zip(each, own_weights, strict=True)]
+            return self._times(torch.stack(sums))
         flat = self.apart(rows(kind.per_sample())).to(wide(each.dtype))
-        return self._times(torch.matmul(w.to(flat), flat).view(len(self.names), *kind.shape))
+        w = w.to(flat) if w.dim() == 1 else w.to(flat).unsqueeze(1)
+        return self._times(torch.matmul(w, flat).view(len(self.names), *kind.shape))
 
     def formed(self) -> Layers:
         """The same multiplied out, where norms form the gradients; itself where they do not."""

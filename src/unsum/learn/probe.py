@@ -27,6 +27,10 @@ _PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype
           slice, range)  # fmt: skip
 
 
+class CannotBeAsked(UnsupportedError):
+    """The model cannot be run again, so whether samples interact is not known."""
+
+
 def mixing(run: Run, args: Any, kwargs: Any, output: Any, owners_of: OwnersOf, n: int) -> dict[Path, str]:
     """Which outputs of a call depend on other samples than their own, in words. Raises if that cannot be asked."""
     given = (args, kwargs)
@@ -62,8 +66,8 @@ def mixing(run: Run, args: Any, kwargs: Any, output: Any, owners_of: OwnersOf, n
     return found
 
 
-def _cannot(why: str) -> UnsupportedError:
-    return UnsupportedError(
+def _cannot(why: str) -> CannotBeAsked:
+    return CannotBeAsked(
         f"verify=True: the model cannot be run again, so whether samples interact is not known: {why}.\n"
         "  leave verify=True out, or unsum.check(model, loss_fn, batch) with a model that can"
     )

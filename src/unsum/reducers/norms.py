@@ -46,7 +46,7 @@ class Norms(Reading):
 
     def groups(self) -> list[tuple[Sequence[str], Tensor]]:
         """Names and squared norms (names, n) that the last backward brought, as they came."""
-        return [(names, _whole(names, squares)) for names, squares in self._squares.get(self._now, [])]
+        return [(names, by_name(names, squares)) for names, squares in self._squares.get(self._now, [])]
 
     def table(self) -> tuple[list[str], Tensor]:
         """Names, and the squared norms (names, n) of each one's part, all samples in order: in few operations."""
@@ -54,7 +54,7 @@ class Norms(Reading):
         found: dict[int, tuple[list[str], Tensor]] = {}
         for group, came in self._squares.items():
             device = came[0][1].device
-            own = torch.cat([_whole(names, squares.to(device)) for names, squares in came])
+            own = torch.cat([whole(names, squares.to(device)) for names, squares in came])
             found[group] = [name for names, _ in came for name in names], own
         if not found:
             return [], torch.zeros(0, self.samples())
@@ -105,11 +105,11 @@ def _rows(order: list[str], names: list[str], squares: Tensor) -> Tensor:
 def _apart(came: Sequence[tuple[Sequence[str], Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Squared norms by parameter, their parts added up."""
     for names, squares in came:
-        yield from zip(names, _whole(names, squares).unbind(), strict=True)
+        yield from zip(names, by_name(names, squares).unbind(), strict=True)
 
 
-def _whole(names: Sequence[str], squares: Tensor) -> Tensor:
-    """(names, n): the parts of each added up."""
+def by_name(names: Sequence[str], squares: Tensor) -> Tensor:
+    """(names, n): squared norms of each parameter, their parts added up."""
     whole = squares.view(len(names), squares.shape[:-1].numel() // len(names), squares.shape[-1])
     return whole[:, 0] if whole.shape[1] == 1 else whole.sum(1)
 

@@ -14,7 +14,7 @@ from unsum.errors import OptionError, SamplesError, UnsupportedError
 from unsum.factors.factors import Factors
 from unsum.factors.stacked import Layers
 from unsum.reducers.holding import GRADIENTS, Size, choose, free_memory
-from unsum.reducers.norms import in_rows
+from unsum.reducers.norms import by_name, in_rows
 from unsum.reducers.reducer import WEIGHTED_SUM, Reduction
 from unsum.reducers.tap import Shape, Tap
 
@@ -36,6 +36,8 @@ class WeightedSum(Reduction):
         w: Weights (n,), or a function norms -> weights.
         memory: Bytes that held gradients may take; where they take more, factors are held instead. None: half of what
             is free on the device.
+        groups: {parameter: number of its group}, if weights that come from the norms differ by group (a layer, say).
+            The function is then given the norms of each group, (groups, n), and gives weights of that shape.
 
     Examples:
         >>> import unsum
@@ -53,12 +55,20 @@ class WeightedSum(Reduction):
         tensor(2.)
     """
 
-    def __init__(self, w: Tensor | Callable[[Tensor], Tensor], *, memory: float | None = None) -> None:
+    def __init__(
+        self,
+        w: Tensor | Callable[[Tensor], Tensor],
+        *,
+        memory: float | None = None,
+        groups: Mapping[str, int] | None = None,
+    ) -> None:
         if not callable(w) and (not isinstance(w, Tensor) or w.dim() != 1):
             raise OptionError("WeightedSum(w): weights of shape (n,), or a callable norms -> (n,)")
         if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int | float) or not memory >= 0):
             raise OptionError(f"WeightedSum(memory={memory!r}): bytes that may be held, 0 or more, or None")
-        self._w, self._memory = w, memory
+        if groups is not None and not callable(w):
+            raise OptionError("WeightedSum(groups=): weights by group come from a function of the norms")
+        self._w, self._memory, self._groups = w, memory, groups
         super().__init__()
 
     wants, by_position = WEIGHTED_SUM, False
@@ -83,7 +93,9 @@ class WeightedSum(Reduction):
         self._sums: dict[str, Tensor] = {}
         self._held: dict[str, Factors] = {}
         self._layers: list[Layers] = []  # the same of several parameters together
-        self._squares: list[Tensor] = []
+        self._squares: list[tuple[Sequence[str], Tensor]] = []  # of these parameters
+        self._norms: dict[int, Tensor] = {}  # of each group of samples, if the weights come from the norms
+        self.unreached: list[str] = []  # parameters to which the last backward brought nothing
         self.weights: Tensor | None = None  # of the last backward, if they come from the norms
         self.chosen: dict[str, str] = {}  # what was held of each parameter in the last backward
 
@@ -135,7 +147,7 @@ class WeightedSum(Reduction):
     def take_layers(self, layers: Layers) -> None:
         """The gradients of several parameters of one shape."""
         if self.clips:
-            self._squares.append(layers.sq_norms())
+            self._squares.append((layers.names, layers.sq_norms()))
             self._layers.append(layers)
         else:
             self._add_layers(layers, self.given(self.before_now(), layers.n))
@@ -146,7 +158,7 @@ class WeightedSum(Reduction):
 
     def _hold(self, name: str, factors: Factors) -> None:
         held = factors.formed() if self.forms(name) else factors
-        self._squares.append(held.sq_norms())
+        self._squares.append(((name,), held.sq_norms()))
         self._held[name] = held
 
     def add(self, name: str, value: Tensor) -> None:
@@ -155,17 +167,34 @@ class WeightedSum(Reduction):
 
     def end(self, left: Sequence[str]) -> None:
         """The backward is over: if the weights come from the norms, here they are."""
+        self.unreached = list(left)
         if not callable(self._w) or not self._squares:
             return
-        device = self._squares[0].device
-        sq_norms = torch.cat([in_rows(part.to(device)) for part in self._squares]).sum(0)
+        sq_norms = self._sq_norms()
         self.weights = _checked(self._w(sq_norms.sqrt()), sq_norms)
+        self._norms[self._now] = (sq_norms if self._groups is None else sq_norms.sum(0)).sqrt()
         while self._layers:
             layers = self._layers.pop()
-            self._add_layers(layers, self.weights.to(layers.parameter.device))
+            self._add_layers(layers, self._weights_of(layers.names).to(layers.parameter.device))
         for name in list(self._held):  # each is let go of as soon as it is summed
-            self._sum_up(name, self._held.pop(name), self.weights)
+            w = self.weights if self._groups is None else self.weights[self._groups[name]]
+            self._sum_up(name, self._held.pop(name), w)
         self._squares.clear()
+
+    def _sq_norms(self) -> Tensor:
+        """(n,), or (groups, n): over the parameters of each group."""
+        device = self._squares[0][1].device
+        if self._groups is None:
+            return torch.cat([in_rows(part.to(device)) for _, part in self._squares]).sum(0)
+        names = [name for own, _ in self._squares for name in own]
+        rows = torch.cat([by_name(own, part.to(device)) for own, part in self._squares])
+        into = torch.tensor([self._groups[name] for name in names], device=device)
+        return rows.new_zeros(max(self._groups.values()) + 1, rows.shape[1]).index_add_(0, into, rows)
+
+    def _weights_of(self, names: Sequence[str]) -> Tensor:
+        """(n,), the same for all parameters; with groups (names, n)."""
+        assert self.weights is not None
+        return self.weights if self._groups is None else self.weights[[self._groups[name] for name in names]]
 
     def _sum_up(self, name: str, factors: Factors, w: Tensor) -> None:
         if factors.is_changed():
@@ -182,11 +211,25 @@ class WeightedSum(Reduction):
             raise SamplesError(f"WeightedSum: {len(self._w)} weights for {sum(self._sizes)} samples")
         return self._in_models_order(self._sums)
 
+    def norms(self) -> Tensor:
+        """(n,): the norms that the weights come from, over all parameters."""
+        self._check()
+        if not self.clips:
+            raise SamplesError("WeightedSum(w): the weights were given, and no norms were computed: add unsum.Norms()")
+        return self._in_order(self._norms) if self._norms else torch.zeros(self.samples())
+
+    def taken(self) -> dict[str, Tensor]:
+        """{parameter: Σ w_n G_n} of what came since this was called last; `sum()` begins anew."""
+        sums, self._sums = self._sums, {}
+        return sums
+
 
 def _checked(w: Any, norms: Tensor) -> Tensor:
     if not isinstance(w, Tensor) or w.shape != norms.shape:
         what = f"a tensor of shape {tuple(w.shape)}" if isinstance(w, Tensor) else repr(w)
-        raise OptionError(f"WeightedSum: the function of the norms gave {what}, not weights of shape ({len(norms)},)")
+        raise OptionError(
+            f"WeightedSum: the function of the norms gave {what}, not weights of shape {tuple(norms.shape)}"
+        )
     return w
 
 

@@ -110,6 +110,11 @@ class Step:
         """How many samples there are."""
         return self.planned.plan.n
 
+    @property
+    def nobodys(self) -> dict[str, Tensor]:
+        """{parameter: what belongs to no sample}, as this backward has brought it: not unscaled."""
+        return {self._setting.names[key]: value for key, value in self._collector.nobodys.items()}
+
     def run(self, plan: Plan, nodes: Sequence[Node]) -> Run:
         """What waits at the nodes of a graph: of this backward, or of one that a node runs inside it."""
         if self._arrived is not None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from unsum.errors import InteractionError, UnsupportedError
 from unsum.graph.nodes import Edge
-from unsum.learn.probe import OwnersOf, mixing
+from unsum.learn.probe import CannotBeAsked, OwnersOf, mixing
 from unsum.learn.state import State
 from unsum.nested import leaves
 from unsum.seams.modules import without_hooks
@@ -28,7 +28,10 @@ class Verification:
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """An outermost call begins."""
-        self._call = module, args, kwargs, State(self._model)
+        try:
+            self._call = module, args, kwargs, State(self._model)
+        except UnsupportedError as error:  # it holds what cannot be put back
+            raise CannotBeAsked(str(error)) from error
 
     def ask(self, output: Any, n: int | None) -> None:
         """The call has returned this, of n samples: run the model again. Raises where that cannot be done."""
@@ -59,7 +62,7 @@ class Verification:
         for node, output in starts:
             key = number(node, output)
             if key not in self._asked:
-                raise UnsupportedError(
+                raise CannotBeAsked(
                     f"verify=True: the samples of this loss start at {node.name()}, which is no output of the model: "
                     "it cannot be asked again whether they interact there.\n  return what the loss is made of, or "
                     "leave verify=True out"

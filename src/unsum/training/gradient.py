@@ -1,0 +1,57 @@
+"""`.grad`: sums are added to it as torch would add them, and averaged over ranks as DDP would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from unsum.step.deliver import accumulate
+
+
+def add_to_grad(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
+    """Add to `.grad`, in its own dtype and with memory of its own."""
+    plain: tuple[list[nn.Parameter], list[Tensor]] = ([], [])
+    for parameter, value in zip(parameters, values, strict=True):
+        dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+        known = parameter.grad
+        if value.is_complex() and not dtype.is_complex:
+            value = value.real
+        if known is not None and known.layout != torch.strided:
+            parameter.grad = known.to_dense() + value.to(known.device, dtype)
+        elif dtype == parameter.dtype:
+            plain[0].append(parameter)
+            plain[1].append(value.to(parameter.device))
+        elif known is None:
+            parameter.grad = value.to(parameter.device, dtype, copy=True)
+        else:
+            known.add_(value.to(known.device, dtype))
+    if plain[0]:
+        accumulate(*plain)
+
+
+def average_over_ranks(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    """What DDP does with `.grad` after a backward: the mean over ranks, in one collective call. Nothing without DDP, or
+    inside its `no_sync`."""
+    if not isinstance(model, nn.parallel.DistributedDataParallel) or not model.require_backward_grad_sync:
+        return
+    for parameter in parameters:  # every rank sends the same numbers of numbers
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    flat = all_summed([p.grad for p in parameters if p.grad is not None], model.process_group)
+    size = torch.distributed.get_world_size(model.process_group)
+    for parameter, value in zip(parameters, flat, strict=True):
+        assert parameter.grad is not None
+        parameter.grad.copy_(value / size)
+
+
+def all_summed(values: Sequence[Tensor], group: object = None) -> list[Tensor]:
+    """The sums of these tensors over all ranks, in one collective call, in float32 at least."""
+    if not values:
+        return []
+    dtype = torch.float64 if any(v.dtype == torch.float64 for v in values) else torch.float32
+    flat = torch.cat([v.reshape(-1).to(values[0].device, dtype) for v in values])
+    torch.distributed.all_reduce(flat, group=group)
+    parts = flat.split([v.numel() for v in values])
+    return [part.view(v.shape).to(v.device) for part, v in zip(parts, values, strict=True)]
