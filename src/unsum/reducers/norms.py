@@ -54,7 +54,7 @@ class Norms(Reading):
         found: dict[int, tuple[list[str], Tensor]] = {}
         for group, came in self._squares.items():
             device = came[0][1].device
-            own = torch.cat([whole(names, squares.to(device)) for names, squares in came])
+            own = torch.cat([by_name(names, squares.to(device)) for names, squares in came])
             found[group] = [name for names, _ in came for name in names], own
         if not found:
             return [], torch.zeros(0, self.samples())
