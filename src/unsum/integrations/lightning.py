@@ -13,7 +13,7 @@ try:
     from lightning.pytorch.callbacks import Callback
 except ImportError:
     try:
-        from pytorch_lightning.callbacks import Callback
+        from pytorch_lightning.callbacks import Callback  # type: ignore[assignment,no-redef]
     except ImportError as error:
         raise ImportError("unsum.integrations.lightning needs lightning: pip install lightning") from error
 

@@ -77,6 +77,16 @@ def whole(model: nn.Module) -> Iterator[None]:
             module.reshard()
 
 
+def part_of(value: Tensor, part: nn.Parameter) -> Tensor:
+    """What this process holds of a value that every process has, spread as a parameter is."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    spread: Any = part
+    mesh = spread.device_mesh
+    whole = DTensor.from_local(value.to(part.dtype), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(mesh, spread.placements)
+
+
 def local(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor."""
     return tensor.to_local() if type(tensor).__name__ == "DTensor" else tensor  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from unsum import samples as sample_maps
@@ -21,7 +22,7 @@ from unsum.opened import Opened
 from unsum.reducers import WeightedSum
 from unsum.sites import Names
 from unsum.step.backward import Options, Step
-from unsum.training.gradient import add_to_grad, average_over_ranks
+from unsum.training.gradient import add_to_grad, add_to_parts, average_over_ranks
 
 How = Literal["flat", "layer", "automatic"]
 STABILITY = 0.01  # added to the norm by how="automatic"
@@ -130,6 +131,11 @@ class ClipBlock(GradientsBlock):
         for name, value in nobodys.items():
             reached[name] = reached[name] + value.to(reached[name].device) if name in reached else value
         parameters = self._given.parameters
+        if parts := self._names.parts:
+            named = self._given.by_id.values()  # every rank sends the same tensors
+            values = {name: reached[name] if name in reached else torch.zeros(parts[name].shape) for name in named}
+            add_to_parts([parts[name] for name in named], [v.to(parts[n].device) for n, v in values.items()])
+            return
         add_to_grad([parameters[name] for name in reached], list(reached.values()))
         average_over_ranks(self._wrapper, list(self._given.unique.values()))
 

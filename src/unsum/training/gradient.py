@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from unsum.seams.sharding import part_of
 from unsum.step.deliver import accumulate
 
 
@@ -44,6 +45,14 @@ def average_over_ranks(model: nn.Module, parameters: Sequence[nn.Parameter]) -> 
     for parameter, value in zip(parameters, flat, strict=True):
         assert parameter.grad is not None
         parameter.grad.copy_(value / size)
+
+
+def add_to_parts(parts: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
+    """What FSDP2 does with gradients: each rank keeps its part of the mean over ranks. In one collective call."""
+    size = torch.distributed.get_world_size()
+    for part, value in zip(parts, all_summed(values), strict=True):
+        mean = part_of(value / size, part)
+        part.grad = mean if part.grad is None else part.grad + mean
 
 
 def all_summed(values: Sequence[Tensor], group: object = None) -> list[Tensor]:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from unsum import samples as sample_maps
-from unsum.errors import OptionError, SamplesError
+from unsum.errors import OptionError, SamplesError, UnsupportedError
 from unsum.opened import Opened
-from unsum.sites import unwrapped
+from unsum.sites import Names, unwrapped
 from unsum.step.backward import Options
 from unsum.training import accountant
 from unsum.training.clip import Clip, ClipBlock, Clipped, Clipping, How, checked_how, checked_norm, options_of
@@ -74,6 +74,11 @@ class Private:
         self.steps, self._undrawn = 0, 0  # and those of them without a batch of dp.loader
         self._is_told = False
         self._covered.parameters()  # what makes no sense shows here
+        if Names(model).parts:
+            raise UnsupportedError(
+                "private: the model is fully sharded (FSDP2), where no process has a whole gradient to put noise on.\n"
+                "  use DistributedDataParallel, or one process"
+            )
         self._is_stepping = False
         before_step(optimizer, self._before_optimizer)
         if missing := self._covered.missing():
