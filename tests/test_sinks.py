@@ -94,12 +94,15 @@ RANKS = """
     for step in range(2):
         with watch:
             model(torch.randn(4, 3)).sum().backward()
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 """
 
 
 def test_two_processes_write_two_files(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(RANKS)]
-    started = [subprocess.Popen([*command, str(rank), str(tmp_path)]) for rank in range(2)]
+    here = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    started = [subprocess.Popen([*command, str(rank), str(tmp_path)], env=here) for rank in range(2)]
     assert [each.wait(120) for each in started] == [0, 0]
     for name, rank in (("run.jsonl", 0), ("run.rank1.jsonl", 1)):
         assert [(line["step"], line["rank"]) for line in lines(tmp_path / name)] == [(0, rank), (1, rank)]

@@ -21,7 +21,6 @@ class Rows:
     shape: tuple[int, ...]
     norms: Tensor
     microbatch: int
-    step: int = 1  # every so many positions were looked at
 
     @property
     def site(self) -> str:

@@ -28,8 +28,6 @@ from unsum.training.division import Division
 from unsum.training.observed import Copy, Packed, Rows
 from unsum.training.tolerant import Tolerant
 
-MANY = 8192  # rows, above which a GPU looks at every eighth one of a gradient
-
 
 class Flowing:
     """Looks at the outputs of modules, and at the gradients there, as they flow: a receiver of a `Flow`, as a capture
@@ -45,36 +43,50 @@ class Flowing:
     def value(self, spot: Spot, tensor: Tensor, call: ModuleCall) -> None:
         """A module's output."""
         if not call.again and tensor.is_floating_point():
-            self._look(spot, tensor, 1)
+            self._look(spot, tensor)
 
     def gradient(self, spot: Spot, grad: Tensor, backward: int) -> None:
         """The gradient at a module's output."""
-        self._look(spot, grad, 8 if grad.is_cuda and grad.dim() == 3 and grad.shape[:2].numel() > MANY else 1)
+        self._look(spot, grad)
 
     def called(self) -> None:
         """A call is over."""
 
-    def _look(self, spot: Spot, tensor: Tensor, step: int) -> None:
+    def _look(self, spot: Spot, tensor: Tensor) -> None:
         if tensor.layout != torch.strided or tensor.is_nested or not tensor.numel():
             return
         seen = tensor.detach()
-        seen = seen if step == 1 else seen[:, ::step]
         norms = _in_rows(seen)
         if norms.device.type == "cpu" and not math.isfinite(float(norms.sum())) and bool(seen.isfinite().all()):
             norms = _in_rows(seen.double())  # of very large numbers
-        self.rows.append(Rows(spot, seen.shape, norms, self.micro_batch, step))
+        self.rows.append(Rows(spot, seen.shape, norms, self.micro_batch))
 
 
-def requests_of(model: nn.Module, known: Requests | None) -> Requests | None:
-    """The outputs of a model, and the gradients there, that are looked at; those that are `known`, if the model's
-    modules are still the same. None if there are none, or if the model is compiled, which shows none."""
-    names = Names(model)
-    if known is not None and known.names is not None and known.names.modules is names.modules:
+class Looks:
+    """Which outputs of a model, and which gradients there, are looked at in a step: all of them on a CPU. On a GPU,
+    where reading what flows takes its time, outputs of modules with parameters, and gradients in every eighth step."""
+
+    EVERY = 8
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._known: dict[bool, Requests] = {}
+        self._steps = 0
+
+    def next(self) -> Requests | None:
+        """For the next step. None if there is nothing to look at, or if the model is compiled, which shows nothing."""
+        names = Names(self._model)
+        on_gpu = any(p.is_cuda for p in names.parameters.values())
+        with_gradients = not on_gpu or self._steps % self.EVERY == 0
+        self._steps += 1
+        if not any(map(_has_parameters, names.modules, names.modules.values())) or _is_compiled(self._model):
+            return None
+        known = self._known.get(with_gradients)
+        if known is None or known.names is None or known.names.modules is not names.modules:
+            sites = [parse((_has_parameters if on_gpu else _flows, "output"))]
+            sites += [parse((_has_parameters, "grad_output"))] if with_gradients else []
+            known = self._known[with_gradients] = Requests(self._model, sites)
         return known
-    if not any(map(_has_parameters, names.modules, names.modules.values())) or _is_compiled(model):
-        return None
-    outputs = _has_parameters if any(p.is_cuda for p in model.parameters()) else _flows
-    return Requests(model, [parse((outputs, "output")), parse((_has_parameters, "grad_output"))])
 
 
 class Observer:

@@ -125,7 +125,6 @@ def _at_rows(seen: Observed, found: Record, samples: Samples, rows: Rows, row: i
     k = rows.microbatch
     n = seen.sizes[k] if k < len(seen.sizes) else 0
     owner, position = _place(rows.shape, row, samples, n)
-    position = position * rows.step if isinstance(position, int) else position
     first = sum(seen.sizes[:k])
     sample = None if owner is None else found.ids[first + owner] if first + owner < len(found.ids) else owner
     where = rows.spot.place.name

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from unsum import samples as sample_maps
 from unsum.errors import OptionError
-from unsum.flow.requests import Requests
 from unsum.opened import Opened
 from unsum.reducers import Norms
 from unsum.sites import Names
@@ -28,7 +27,7 @@ from unsum.training import reading
 from unsum.training.division import Division
 from unsum.training.ids import Ids, Named
 from unsum.training.observed import Packed
-from unsum.training.observer import Observer, copies, distances, requests_of
+from unsum.training.observer import Looks, Observer, copies, distances
 from unsum.training.outliers import Outliers
 from unsum.training.record import Record
 from unsum.training.sinks import Sink, Sinks
@@ -83,7 +82,7 @@ class Watch:
         self._model, self._options, self._every, self._sinks = model, options, every, sinks
         self.division: Division = options.scaler  # what is taken out of the samples' gradients
         self._layers, self._ids, self._outliers = layers, ids, outliers
-        self._requests: Requests | None = None  # for what flows, from step to step
+        self._looks = Looks(model)  # at what flows
         self._history: deque[Record] = deque(maxlen=history)
         self._steps: deque[_Step] = deque()  # whose records are not complete
         self._opened: tuple[Opened[Any], Observer] | None = None
@@ -107,8 +106,8 @@ class Watch:
             return self
         self._complete(wait=len(self._steps) >= _WAITING)
         has_norms = bool(self._history or self._steps)  # a run that goes on is not stopped by a refusal
-        self._requests = requests_of(self._model, self._requests) if self._layers else None
-        observer = Observer(self._model, self._options, self._requests, refuses=not has_norms)
+        looks = self._looks.next() if self._layers else None
+        observer = Observer(self._model, self._options, looks, refuses=not has_norms)
         opened = Opened(observer, "unsum.watch")
         opened.open()
         self._opened = opened, observer
@@ -275,7 +274,7 @@ def watch(
         optimizer: If given, each layer's record has the size of the optimizer's update over that of its weights. Costs
             a copy of the parameters during the optimizer's step.
         layers: False records no activations and no gradients at layers' outputs (norms of parameters stay); so it is in
-            a compiled model, which shows none.
+            a compiled model, which shows none. On a GPU, gradients at outputs are looked at in every eighth record.
         samples: Where the samples are, as in `unsum.gradients`.
         params: A glob that chooses parameters by name, or a list of globs.
         loss_reduction: "mean" says that each micro-batch's loss is a mean over its samples: norms are then those of
