@@ -56,6 +56,8 @@ class State:
         """Remember a value; returns what is to stand in its place when it is put back."""
         if isinstance(value, (*_FIXED, nn.Module)) or id(value) in self._seen:
             return value
+        if type(value).__module__.startswith("torch.distributed."):  # FSDP's own: memory that comes and goes
+            return value
         self._seen.add(id(value))
         self._held.append(value)
         if isinstance(value, Tensor):

@@ -179,7 +179,7 @@ def buffers_of(modules: Iterable[nn.Module]) -> Iterable[Any]:
 def without_hooks(module: nn.Module) -> nn.Module:
     """A module like this one, with the same parameters, buffers and attributes, on which no hook of the user's is
     called: other threads go on to use the one that has them."""
-    other = module.__new__(type(module))
+    other: nn.Module = object.__new__(type(module))  # FSDP has another way of making one
     other.__dict__ = dict(vars(module))
     for name in _HOOKS:
         other.__dict__[name] = collections.OrderedDict()

@@ -14,6 +14,7 @@ from unsum.learn.probe import CannotBeAsked, OwnersOf, mixing
 from unsum.learn.state import State
 from unsum.nested import leaves
 from unsum.seams.modules import without_hooks
+from unsum.seams.sharding import whole
 from unsum.step.known import Number, number
 
 
@@ -50,7 +51,8 @@ class Verification:
 
         self.is_running = True
         try:
-            found = mixing(run, args, kwargs, output, self._owners_of, n)
+            with whole(self._model):  # FSDP's hooks, which gather parameters, are not called either
+                found = mixing(run, args, kwargs, output, self._owners_of, n)
         finally:
             self.is_running = False
         for path, tensor in leaves(output):

@@ -64,6 +64,11 @@ class Private:
         options: Options,
         randomness: tuple[Source, Source, str],
     ) -> None:
+        if Names(model).parts:
+            raise UnsupportedError(
+                "private: the model is fully sharded (FSDP2), where no process has a whole gradient to put noise on.\n"
+                "  use DistributedDataParallel, or one process"
+            )
         self._model, self._optimizer = model, optimizer
         self._settings, self._clipping, self._options = settings, clipping, options
         self._noise, self._sampling, self._told = randomness
@@ -74,11 +79,6 @@ class Private:
         self.steps, self._undrawn = 0, 0  # and those of them without a batch of dp.loader
         self._is_told = False
         self._covered.parameters()  # what makes no sense shows here
-        if Names(model).parts:
-            raise UnsupportedError(
-                "private: the model is fully sharded (FSDP2), where no process has a whole gradient to put noise on.\n"
-                "  use DistributedDataParallel, or one process"
-            )
         self._is_stepping = False
         before_step(optimizer, self._before_optimizer)
         if missing := self._covered.missing():
@@ -285,6 +285,7 @@ def private(
     loss_reduction: Literal["mean"] | None = None,
     memory: float | None = None,
     verify: bool | None = None,
+    scaler: None = None,
 ) -> Private:
     """Train with differential privacy (DP-SGD): `dp.loader` draws batches by Poisson sampling, `with dp:` clips the
     gradient of every sample, `dp.step()` adds noise and steps, `dp.epsilon(delta)` accounts for all steps.
@@ -308,6 +309,7 @@ def private(
         loss_reduction: "mean" says that losses are means over the samples of a backward.
         memory: Bytes that gradients may take until the norms are known, as in `unsum.WeightedSum`.
         verify: Whether the model itself is asked if samples interact: None in the first step, True, False.
+        scaler: Refused: a GradScaler that skips a step would tell about the data. Use bfloat16, which needs none.
 
     Examples:
         >>> model = nn.Linear(3, 1)
@@ -320,6 +322,11 @@ def private(
         >>> dp.step(), dp.steps
         (True, 1)
     """
+    if scaler is not None:
+        raise UnsupportedError(
+            "private: scaler=: a GradScaler skips steps by the size of gradients, which tells about the data.\n"
+            "  use bfloat16 (torch.autocast), which needs no scaler"
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(f"unsum.private: optimizer={type(optimizer).__name__}: expected a torch.optim.Optimizer")
     for name, value, low, high in (
