@@ -5,15 +5,18 @@
 The unit is eight training steps with their optimizer (forward, loss, backward, AdamW, gradients cleared), as a loop
 makes them that does not wait for a GPU after each; on a CPU, one. The ways take turns; each time is divided by that of
 the plain way in the same turn; shown are the median of these ratios, their quartiles, and peak memory over that of the
-plain step. "every=50" is the mean over 50 steps, one of them watched.
+plain step. "every=50" is the mean over 50 steps, one of them watched. Written to results/watching_cpu.json or
+results/watching_cuda.json, the tables go to docs/training.md too.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +27,8 @@ import unsum
 from measuring import machine, memory_of, memory_on_cpu, now, options_of, parsed, ratios, write
 from models import GPT
 
+ROOT = Path(__file__).resolve().parent
+PAGE, BEGIN, END = ROOT.parent / "docs" / "training.md", "<!-- begin: benchmarks/watching.py -->\n", "<!-- end -->"
 SHAPES: dict[str, dict[str, Any]] = {
     "GPT-2 shape": {"batch": 16, "width": 768, "heads": 12, "length": 1024, "vocabulary": 50304},
     "B=8 T=128": {"batch": 8, "width": 768, "heads": 12, "length": 128, "vocabulary": 50304},
@@ -100,6 +105,25 @@ def every_50(plain: Callable[[], None], watched: Callable[[], None], device: str
     return ratios(times, "watched", "plain")
 
 
+def filled(page: str) -> str:
+    """The page with the tables of the last results."""
+    lines = []
+    for device in ("cpu", "cuda"):
+        path = ROOT / "results" / f"watching_{device}.json"
+        if not path.exists():
+            continue
+        report = json.loads(path.read_text())
+        lines += [", ".join(f"{key} {value}" for key, value in report["machine"].items()) + ".", ""]
+        for name, ways in report["models"].items():
+            lines += [f"**{name}**", "", "| way | to a plain step | quartiles | peak memory |", "|---|---|---|---|"]
+            for way, ratio in ways.items():
+                memory = f"{ratio['memory']:.2f}×" if "memory" in ratio else ""
+                lines.append(f"| {way} | {ratio['median']:.3f}× | {ratio['low']:.3f}, {ratio['high']:.3f} | {memory} |")
+            lines.append("")
+    before, rest = page.split(BEGIN)
+    return before + BEGIN + "\n".join(lines) + END + rest.split(END, 1)[1]
+
+
 def main() -> None:
     options = parsed(options_of(__doc__ or ""))
     seconds = options.seconds or (6 if options.quick else 30)
@@ -112,6 +136,8 @@ def main() -> None:
             print(f"  {way:<20}{ratio['median']:.3f}  ({ratio['low']:.3f} to {ratio['high']:.3f}){memory}")
         gc.collect()
     write(options.json, report)
+    if options.json is not None and options.json.resolve().parent == ROOT / "results":
+        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -78,6 +78,8 @@ def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere():
 def referenced():
     """What the reference page shows, by the path that it names."""
     for path in re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.M):
+        if "integrations." in path and importlib.util.find_spec(path.split(".")[2]) is None:
+            continue  # of a library that is not installed here
         yield path, pkgutil.resolve_name(path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -223,6 +224,18 @@ def test_each_cell(feature: str, way: str, request: pytest.FixtureRequest) -> No
             FEATURES[feature](loop)
         return
     FEATURES[feature](loop)
+
+
+def test_the_page_has_the_figures_of_the_results() -> None:
+    root = Path(__file__).parent.parent
+    found = importlib.util.spec_from_file_location("watching", root / "benchmarks" / "watching.py")
+    page = (root / "docs" / "training.md").read_text(encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(root / "benchmarks"))
+        module = importlib.util.module_from_spec(found)
+        found.loader.exec_module(module)
+        assert module.filled(page) == page
+    assert "every=50" in page.split("## What it costs")[1]
 
 
 def test_the_page_says_so() -> None:

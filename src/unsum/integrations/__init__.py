@@ -1,6 +1,12 @@
 """Trainers that people have: `unsum.integrations.transformers` and `unsum.integrations.lightning`.
 
 Each is imported when it is first used, and says what to install where its library is missing.
+
+Examples:
+    >>> import unsum
+    >>> callback = unsum.integrations.transformers.Watch(every=10)  # for Trainer(..., callbacks=[callback])
+    >>> callback.watch is None  # until training begins
+    True
 """
 
 from __future__ import annotations

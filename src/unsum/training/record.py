@@ -12,7 +12,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class NonFinite:
-    """The first value of a step that is NaN or infinite: in the order of the forward, then of the backward."""
+    """The first value of a step that is NaN or infinite: in the order of the forward, then of the backward.
+
+    Examples:
+        >>> print(NonFinite("fc1:output", "nan", sample=3, position=7, parameter="fc1.weight"))
+        nan at fc1:output, sample 3, position 7, micro-batch 0, rank 0
+    """
 
     site: str  # "blocks.3.mlp:output", "fc1:grad_output", "fc1.weight:grad", "loss"
     value: str  # "nan" or "inf"
