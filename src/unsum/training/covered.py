@@ -139,3 +139,17 @@ def listed(names: list[str]) -> str:
     """Some names, and how many more there are."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+def refuse_unserved(model: nn.Module, scaler: object) -> None:
+    """Raise where private training would not be private, or cannot be done."""
+    if scaler is not None:
+        raise UnsupportedError(
+            "unsum.private: scaler=: a GradScaler skips steps by the size of gradients, which tells about the data.\n"
+            "  use bfloat16 (torch.autocast), which needs no scaler"
+        )
+    if Names(model).parts:
+        raise UnsupportedError(
+            "unsum.private: the model is fully sharded (FSDP2), where no process has a whole gradient to put noise on.\n"
+            "  use DistributedDataParallel, or one process"
+        )

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from unsum import samples as sample_maps
-from unsum.errors import OptionError, SamplesError, UnsupportedError
+from unsum.errors import OptionError, SamplesError
 from unsum.opened import Opened
-from unsum.sites import Names, unwrapped
+from unsum.sites import unwrapped
 from unsum.step.backward import Options
 from unsum.training import accountant
 from unsum.training.clip import Clip, ClipBlock, Clipped, Clipping, How, checked_how, checked_norm, options_of
-from unsum.training.covered import Covered, Left, before_step, listed, refuse_unprotected
+from unsum.training.covered import Covered, Left, before_step, listed, refuse_unprotected, refuse_unserved
 from unsum.training.gradient import all_summed
 from unsum.training.noise import Source, sources
 from unsum.training.poisson import Part, PoissonLoader, steps_of, world
@@ -64,11 +64,6 @@ class Private:
         options: Options,
         randomness: tuple[Source, Source, str],
     ) -> None:
-        if Names(model).parts:
-            raise UnsupportedError(
-                "private: the model is fully sharded (FSDP2), where no process has a whole gradient to put noise on.\n"
-                "  use DistributedDataParallel, or one process"
-            )
         self._model, self._optimizer = model, optimizer
         self._settings, self._clipping, self._options = settings, clipping, options
         self._noise, self._sampling, self._told = randomness
@@ -322,11 +317,7 @@ def private(
         >>> dp.step(), dp.steps
         (True, 1)
     """
-    if scaler is not None:
-        raise UnsupportedError(
-            "private: scaler=: a GradScaler skips steps by the size of gradients, which tells about the data.\n"
-            "  use bfloat16 (torch.autocast), which needs no scaler"
-        )
+    refuse_unserved(model, scaler)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(f"unsum.private: optimizer={type(optimizer).__name__}: expected a torch.optim.Optimizer")
     for name, value, low, high in (

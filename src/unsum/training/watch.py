@@ -65,7 +65,7 @@ class Watch:
         ([], None)
     """
 
-    # One attribute for each of: what is watched, where records go, and what is under way.
+    # More than twelve attributes: what is watched, where records go, what is under way.
     def __init__(
         self,
         model: nn.Module,
@@ -262,9 +262,8 @@ def watch(
     history: int = 10_000,
 ) -> Watch:
     """Record every step of a training run, or every k-th: losses, per-sample gradient norms, outliers, the gradient
-    noise scale, statistics of every layer, and where the first value is that is not finite.
-
-    Training goes on as without: gradients are the same, to rounding.
+    noise scale, statistics of every layer, and where the first value is that is not finite. Gradients are the same as
+    without, to rounding.
 
     Args:
         model: Any module; also wrapped (DDP) or compiled.
