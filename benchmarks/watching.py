@@ -7,6 +7,10 @@ makes them that does not wait for a GPU after each; on a CPU, one. The ways take
 the plain way in the same turn; shown are the median of these ratios, their quartiles, and peak memory over that of the
 plain step. "every=50" is the mean over 50 steps, one of them watched. Written to results/watching_cpu.json or
 results/watching_cuda.json, the tables go to docs/training.md too.
+
+Beside it: the peak memory of a step with activation checkpointing, watched or not, over that of the step without
+checkpointing; and a thousand steps of a small model with everything on (layers, updates, JSON lines): how much memory
+the process holds more after them than after a hundred, and how far the weights are from those of the same run without.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ from __future__ import annotations
 import gc
 import json
 import random
+import resource
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +28,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import unsum
 from measuring import machine, memory_of, memory_on_cpu, now, options_of, parsed, ratios, write
@@ -120,15 +127,92 @@ def filled(page: str) -> str:
                 memory = f"{ratio['memory']:.2f}×" if "memory" in ratio else ""
                 lines.append(f"| {way} | {ratio['median']:.3f}× | {ratio['low']:.3f}, {ratio['high']:.3f} | {memory} |")
             lines.append("")
+        if "checkpointed" in report:
+            held = report["checkpointed"]
+            plain, watched, steps = held["checkpointed"], held["checkpointed, watched"], report["thousand"]
+            lines += [
+                f"With activation checkpointing the peak memory is {plain:.2f}× that of the first model's plain step, "
+                f"and {watched:.2f}× when it is watched. A thousand steps of a small model with everything on: "
+                f"{steps['more_megabytes']} MB more than after a hundred; the weights are "
+                f"off by {steps['off']:.0e} from those of the same run without.",
+                "",
+            ]
     before, rest = page.split(BEGIN)
     return before + BEGIN + "\n".join(lines) + END + rest.split(END, 1)[1]
+
+
+class Checkpointed(GPT):
+    """The same model; each block is computed again in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=False)
+        return self.head(self.norm(h))
+
+
+def with_checkpoints(shape: dict[str, Any], device: str) -> dict[str, float]:
+    """Peak memory of a step with checkpoints over one without: plain, and watched."""
+    options = {key: value for key, value in shape.items() if key != "batch"}
+    memory = memory_of if device == "cuda" else memory_on_cpu
+    found: dict[str, int] = {}
+    for name, kind in (("whole", GPT), ("checkpointed", Checkpointed)):
+        torch.manual_seed(0)
+        model = kind(**options).to(device)
+        model = model.bfloat16() if device == "cuda" else model
+        x, y = torch.randint(options["vocabulary"], (2, shape["batch"], options["length"]), device=device)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-5)
+        ways = {name: step_of(model, x, y, optimizer)}
+        ways[f"{name}, watched"] = step_of(model, x, y, optimizer, unsum.watch(model))
+        for way, step in ways.items():
+            for _ in range(3):
+                step()
+            found[way] = memory(step, model)
+    return {way: round(held / found["whole"], 3) for way, held in found.items()}
+
+
+def thousand() -> dict[str, float]:
+    """A thousand steps with everything on."""
+
+    def run(watched: bool) -> tuple[nn.Module, list[int]]:
+        torch.manual_seed(0)
+        model = GPT(width=32, heads=2, length=16, vocabulary=50, depth=2)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        folder, held = tempfile.mkdtemp(), []
+        watch = unsum.watch(model, optimizer=optimizer, to=folder + "/run.jsonl", history=100) if watched else None
+        for step in range(1000):
+            x, y = torch.randint(50, (2, 4 + step % 3, 12 + step % 5))
+            step_of(model, x, y, optimizer, watch)()
+            if step in (100, 999):
+                gc.collect()
+                held.append(resident())
+        return model, held
+
+    (plain, _), (model, held) = run(False), run(True)
+    pairs = zip(plain.parameters(), model.parameters(), strict=True)
+    off = max(float((p - q).detach().norm() / p.detach().norm()) for p, q in pairs)
+    return {
+        "more_megabytes": round((held[1] - held[0]) / 1e6, 1),
+        "off": off,
+    }
+
+
+def resident() -> int:
+    """Bytes of memory that the process holds."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
 
 
 def main() -> None:
     options = parsed(options_of(__doc__ or ""))
     seconds = options.seconds or (6 if options.quick else 30)
     report: dict[str, Any] = {"machine": machine(options.device), "models": {}}
-    for name, shape in (SHAPES if options.device == "cuda" else SMALL).items():
+    shapes = SHAPES if options.device == "cuda" else SMALL
+    report["checkpointed"] = with_checkpoints(next(iter(shapes.values())), options.device)
+    report["thousand"] = thousand()
+    print("peak memory over a plain step:", report["checkpointed"])
+    print("a thousand steps:", report["thousand"])
+    for name, shape in shapes.items():
         found = report["models"][name] = measure(shape, options.device, seconds)
         print(f"{name}: a step takes {found.pop('step')}")
         for way, ratio in found.items():
