@@ -109,6 +109,11 @@ class GradientsBlock:
         )
         return self._tapping
 
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether a part of the model was under a checkpoint."""
+        return self._saved.is_needed
+
     def mark(self, tensor: Tensor) -> None:
         """Dimension 0 of this tensor is the samples."""
         self._forward.mark(tensor)
@@ -245,7 +250,7 @@ class GradientsBlock:
         """Wait at the plan's nodes."""
         run = step.run(plan, nodes)
         self._under_way[-1] = self._under_way[-1][0], run
-        run.attach()
+        run.attach(self._saved if self._saved.is_needed else None)
 
     def after_backward(self, *, failed: bool) -> None:
         if self._under_way:

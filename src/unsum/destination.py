@@ -31,7 +31,7 @@ def writable(path: str | os.PathLike[str], *, example: str = "report.html") -> P
         with where.open("ab"):
             pass
         if is_new:
-            where.unlink()
+            where.unlink(missing_ok=True)  # another process may have done so
     except OSError as error:
         raise OptionError(f"cannot write {where}: {_why(error)}; choose another path") from None
     return where

@@ -19,7 +19,7 @@ from torch import Tensor
 from unsum.graph.nodes import Node
 from unsum.nested import leaves
 from unsum.seams.checkpoints import saved_hooks
-from unsum.seams.nodes import SAVED, saved_tensors
+from unsum.seams.nodes import SAVED, current_backward, saved_tensors
 
 _SMALL = 1 << 28  # bytes
 _RESULT = f"{SAVED}result"
@@ -62,6 +62,7 @@ class Saved:
 
     def __init__(self) -> None:
         self._open: list[_Box] = []
+        self._reading = 0  # whether it is we who read, inside a backward
         self.is_needed = False  # whether there was a checkpoint
 
     def over_checkpoint(self) -> AbstractContextManager[Any]:
@@ -74,10 +75,31 @@ class Saved:
         return torch.autograd.graph.saved_tensors_hooks(lambda t: _Box(pack(t), unpack), self._unpack)
 
     def _unpack(self, box: _Box) -> Tensor:
+        """Keep what we read, until its node runs: a node that takes its own tensors is the last to need them, and what
+        a checkpoint spares would be lost if they were kept to the end of the backward."""
+        is_ours = bool(self._reading) or current_backward() == -1
         if box.tensor is None:
-            box.tensor = box.unpack(box.inner)
-            self._open.append(box)
-        return box.tensor
+            tensor = box.unpack(box.inner)
+            if is_ours:
+                box.tensor = tensor
+                self._open.append(box)
+            return tensor
+        tensor = box.tensor
+        if not is_ours:
+            box.tensor = None
+        return tensor
+
+    def read_by(self, hook: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
+        """A hook whose reads inside a backward are ours."""
+
+        def reading(place: int, grads: Any) -> None:
+            self._reading += 1
+            try:
+                hook(place, grads)
+            finally:
+                self._reading -= 1
+
+        return reading
 
     @contextlib.contextmanager
     def once(self, *, keep: bool) -> Iterator[None]:

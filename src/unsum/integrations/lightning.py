@@ -59,7 +59,7 @@ class Watch(Callback):
             return
         if not self._is_open:
             self._is_open = True
-            self.watch.division.by_micro_batches = True
+            self.watch.division.by_micro_batches = trainer.accumulate_grad_batches
             self.watch.open(trainer.global_step)
         self.watch.note(batch)
 

@@ -24,10 +24,10 @@ class Watch(TrainerCallback):
     Takes the options of `unsum.watch`, except the model; `optimizer=True` also records the sizes of updates. The watch
     itself is `callback.watch`, with `.last` and `.history`.
 
-    Norms are those of each example's own loss. Where the Trainer hands `num_items_in_batch` to the model (the tokens or
-    examples of all micro-batches), the loss was divided by it, and that is taken out: an example's loss is the sum over
-    its tokens. Where it does not, the number of micro-batches is taken out; what the model itself averages over stays
-    (`loss_reduction="mean"` if that is the samples). A GradScaler's scale is taken out too.
+    Norms are those of each example's own loss. Models that compute it by transformers' loss functions divide by
+    `num_items_in_batch` (the tokens or examples of all micro-batches), and that is taken out: an example's loss is the
+    sum over its tokens. Of others the number of micro-batches is taken out, if the Trainer divides by it; what the
+    model itself averages over stays (`loss_reduction="mean"` if that is the samples). So is a GradScaler's scale.
 
     The median and the largest norm, the noise scale and the number of outliers join the Trainer's own logs.
 
@@ -53,11 +53,13 @@ class Watch(TrainerCallback):
         if self._updates and optimizer is not None:
             self.watch.follow(optimizer)
         division = self.watch.division
-        division.reads, ranks = _number_of_items, 1
+        divides, ranks = _divides(model), 1
+        division.reads = _number_of_items if divides else None
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.watch.group = torch.distributed.group.WORLD
             ranks = torch.distributed.get_world_size() if args.average_tokens_across_devices else 1
-        division.times, division.by_micro_batches = 1 / ranks, True
+        division.times = 1 / ranks
+        division.by_micro_batches = not _is_handed_items(model)  # else the Trainer does not divide
         _put_first(self, inspect.currentframe())
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -93,6 +95,27 @@ class Watch(TrainerCallback):
 
 def _is_shown(name: str) -> bool:
     return name != "loss" and not name.startswith("layer/")
+
+
+def _inside(model: Any) -> Any:
+    """The model itself, inside an adapter's."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _is_handed_items(model: Any) -> bool:
+    """Whether the Trainer hands `num_items_in_batch` to this model, and then divides by nothing itself."""
+    parameters = inspect.signature(_inside(model).forward).parameters.values()
+    said = getattr(_inside(model), "accepts_loss_kwargs", None)
+    return any(p.kind is p.VAR_KEYWORD for p in parameters) if said is None else bool(said)
+
+
+def _divides(model: Any) -> bool:
+    """Whether a model that is handed `num_items_in_batch` divides its loss by it: through transformers' own loss
+    functions. Others average over each micro-batch."""
+    try:
+        return "loss_function" in inspect.getsource(type(_inside(model)).forward)
+    except (OSError, TypeError):
+        return True
 
 
 def _number_of_items(kwargs: Mapping[str, Any]) -> Any:

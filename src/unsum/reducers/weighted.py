@@ -218,6 +218,10 @@ class WeightedSum(Reduction):
             raise SamplesError("WeightedSum(w): the weights were given, and no norms were computed: add unsum.Norms()")
         return self._in_order(self._norms) if self._norms else torch.zeros(self.samples())
 
+    def last_norms(self) -> Tensor | None:
+        """(n,): those of the last backward; None if nothing came."""
+        return self._norms.get(self._now)
+
     def taken(self) -> dict[str, Tensor]:
         """{parameter: Σ w_n G_n} of what came since this was called last; `sum()` begins anew."""
         sums, self._sums = self._sums, {}

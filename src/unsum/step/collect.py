@@ -113,6 +113,8 @@ class Collector:
             found, wanted = read(layers), read(last)
             loose = 1e-6 if wanted.dtype == torch.float64 else 5e-2
             is_alike = found.shape[:2] == (len(layers.names), self.n) and found[-1:].shape == wanted.shape
+            if is_alike and not bool((found[-1:].isfinite() & wanted.isfinite()).all()):
+                continue  # a sample that is not finite, a loss scale that is too large: NaN here may be inf there
             if not is_alike or not bool((found[-1:] - wanted).norm() <= loose * wanted.norm().nan_to_num(torch.inf)):
                 raise OptionError(
                     f"{type(reducer).__name__}: `read` gives (n, …), one row for each sample, whatever the number of "

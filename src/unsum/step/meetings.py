@@ -8,7 +8,7 @@ passed on, sample by sample, through the nodes without owners.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ from unsum.graph.codes import TOLERANCE
 from unsum.graph.layout import NOBODY, UNSEEN, Mapped
 from unsum.graph.nodes import Node, below, is_leaf
 from unsum.graph.replay import Grads, replay
+from unsum.graph.saved import Saved
 from unsum.kernels.product import wide
 from unsum.learn.audit import shape_of
 from unsum.learn.setting import Setting
@@ -85,8 +86,8 @@ class Run:
         self._lanes: Lanes | None = None
         self._digests: Digests | None = None
 
-    def attach(self) -> None:
-        """Wait at the nodes that matter."""
+    def attach(self, saved: Saved | None = None) -> None:
+        """Wait at the nodes that matter. `saved` is what keeps tensors that checkpoints unpack, if there are any."""
         for node in self.hidden:  # what it computes again inside is watched like a forward
             self._handles.append(seams.on_node(node, lambda grads: seams.watch(self._setting.sides)))
             self._handles.append(seams.after_node(node, lambda results, grads: seams.unwatch(self._setting.sides)))
@@ -94,13 +95,16 @@ class Run:
         self._digests = None if self._doubts else self._to.digests(self.plan, self._nodes)
         waits: Container[int] = () if self._lanes is None else self._lanes.waits
         ruled: Container[int] = () if self._doubts else self.plan.ruled
-        wait, rule, own = self._waiting, self._ruled, self._owned  # one of each, not one for each node
+        hooks: list[Callable[[int, Any], None]] = [self._waiting, self._ruled, self._owned, self._passed, self._nobodys]
+        if saved is not None:
+            hooks = [saved.read_by(hook) for hook in hooks]
+        wait, rule, own, passed, nobodys = hooks  # one of each, not one for each node
         ways = [
             partial(wait if place in waits else rule if place in ruled else own, place) for place in self.plan.owned
         ]
         self._handles += seams.on_nodes([self._nodes[place] for place in self.plan.owned], ways)
         for places, then in (
-            (self.plan.streamed, self._passed), (self.plan.nobodys, self._nobodys)
+            (self.plan.streamed, passed), (self.plan.nobodys, nobodys)
         ):  # fmt: skip
             for place in places:
                 self._handles.append(seams.on_node(self._nodes[place], partial(then, place)))

@@ -150,7 +150,9 @@ class Planner:
         starts = starts_of(structure.plan, nodes, known, n)
         if starts is None:
             return None
-        with self.learning() if judged.silent or self._saved.is_needed else contextlib.nullcontext():
+        # Ranks may meet new sizes at different times: only where values are asked are whole parameters gathered.
+        by_values = bool(judged.silent)
+        with self.learning(gathers=by_values) if by_values or self._saved.is_needed else contextlib.nullcontext():
             plan = derived(structure.plan, judged, nodes, starts, n, self._setting.names, rows, plan)
         if plan is not None:
             structure.keep(sizes, plan)
@@ -170,15 +172,16 @@ class Planner:
         watch_again(self._model)
 
     @contextlib.contextmanager
-    def learning(self) -> Iterator[None]:
-        """Within this, nodes are called by hand, and nothing of the model's is changed."""
+    def learning(self, *, gathers: bool = True) -> Iterator[None]:
+        """Within this, nodes are called by hand, and nothing of the model's is changed. With `gathers`, parameters that
+        are spread over processes are whole."""
         self.is_learning = True
         try:
             with (
                 without_functions(),
                 self._saved.once(keep=len(seams.here()) == 1),
                 buffers_aside(self._model),
-                whole(self._model),
+                whole(self._model) if gathers else contextlib.nullcontext(),
             ):
                 yield
         finally:

@@ -16,7 +16,7 @@ from unsum import samples as sample_maps
 from unsum import seams
 from unsum.block import GradientsBlock
 from unsum.choice import choose
-from unsum.errors import InteractionError, OptionError, UnsupportedError
+from unsum.errors import InteractionError, OptionError, SamplesError, UnsupportedError
 from unsum.learn.probe import CannotBeAsked
 from unsum.opened import Opened
 from unsum.reducers import WeightedSum
@@ -121,6 +121,15 @@ class ClipBlock(GradientsBlock):
 
     def _deliver(self, step: Step) -> None:
         """Add the clipped sums of one backward, and what belongs to no sample."""
+        norms = self.reducer.last_norms()
+        is_scaled = self._options.scaler is not None  # whose step is skipped then
+        if norms is not None and not is_scaled and not bool(norms.isfinite().all()):
+            row = int((~norms.isfinite()).int().argmax())
+            self._take_back(step.reducing, step.planned)
+            raise SamplesError(
+                f"{self._clipping.name}: the gradient of sample {row} of this backward is not finite, and no bound "
+                "holds for it; .grad is as it was.\n  leave the sample out, or lower the learning rate"
+            )
         sums, nobodys = self.reducer.taken(), self._nobodys(step)
         unscale = step.reducing.unscale
         if unscale is not None and self._clipping.scaled:

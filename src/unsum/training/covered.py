@@ -150,6 +150,6 @@ def refuse_unserved(model: nn.Module, scaler: object) -> None:
         )
     if Names(model).parts:
         raise UnsupportedError(
-            "unsum.private: the model is fully sharded (FSDP2), where no process has a whole gradient to put noise on.\n"
+            "unsum.private: the model is fully sharded (FSDP2): no process has a whole gradient to put noise on.\n"
             "  use DistributedDataParallel, or one process"
         )

@@ -20,7 +20,7 @@ class Division:
         self.scaler = scaler
         self.reads: Callable[[Mapping[str, Any]], Tensor | float | None] | None = None
         self.times = 1.0  # that number is this times what was found
-        self.by_micro_batches = False  # where no number is found
+        self.by_micro_batches: bool | int = False  # where no number is found: True, by how many there were
         self.factor: Tensor | float | None = None  # found in the last call
         if scaler is not None:
             current_scale(scaler)  # what is no scaler shows here
@@ -48,4 +48,6 @@ class Division:
 
     def micro_batches(self, count: int) -> float:
         """By how many micro-batches each loss of a step was divided, if not by the number that was found."""
-        return float(count) if self.by_micro_batches and self.factor is None else 1.0
+        if self.factor is not None or not self.by_micro_batches:
+            return 1.0
+        return float(count if self.by_micro_batches is True else self.by_micro_batches)

@@ -33,10 +33,20 @@ class Ids:
             if value is not None and not isinstance(value, str) and not callable(value):
                 raise OptionError(f"watch: {name}={value!r}: a key of the batch, or a function of it")
         self._ids, self._text = ids, text
-        self._found = Named()
+        self._found, self._is_stopped = Named(), False
+
+    def is_known(self) -> bool:
+        """Whether batches have shown ids or texts since the last step."""
+        return bool(self._found.ids or self._found.texts)
+
+    def stop(self) -> None:
+        """Take no more: batches and steps no longer go together."""
+        self._found, self._is_stopped = Named(), True
 
     def note(self, batch: Any) -> None:
         """A batch, of the step under way or of the next one."""
+        if self._is_stopped:
+            return
         self._found.ids += _read(batch, self._ids, _KEYS, "ids")
         self._found.texts += _read(batch, self._text, (), "text")
 

@@ -72,12 +72,13 @@ class Looks:
         self._model = model
         self._known: dict[bool, Requests] = {}
         self._steps = 0
+        self.has_checkpoints = False  # then gradients are left alone: what a checkpoint spares would be lost
 
     def next(self) -> Requests | None:
         """For the next step. None if there is nothing to look at, or if the model is compiled, which shows nothing."""
         names = Names(self._model)
         on_gpu = any(p.is_cuda for p in names.parameters.values())
-        with_gradients = not on_gpu or self._steps % self.EVERY == 0
+        with_gradients = not self.has_checkpoints and (not on_gpu or self._steps % self.EVERY == 0)
         self._steps += 1
         if not any(map(_has_parameters, names.modules, names.modules.values())) or _is_compiled(self._model):
             return None
@@ -93,7 +94,7 @@ class Observer:
     """Watches one step, from `with` to its end."""
 
     def __init__(self, model: nn.Module, options: Options, requests: Requests | None, *, refuses: bool) -> None:
-        self._block = Tolerant(model, options, refuses=refuses, heard=self._heard)
+        self._block = Tolerant(model, options, refuses=refuses, begins=self._begins, heard=self._heard)
         self._division: Division = options.scaler
         self._is_mean = options.mean
         self._norms: Norms = options.reducers[0]  # type: ignore[assignment]
@@ -114,9 +115,6 @@ class Observer:
         except BaseException:
             self._block.__exit__(None, None, None)
             raise
-        there = self._grads()
-        if there and float(_norms(list(there.values())).sum()) != 0:
-            self._before = {name: grad.clone() for name, grad in there.items()}
         return self._found
 
     def __exit__(self, *error: Any) -> None:
@@ -124,11 +122,24 @@ class Observer:
             self._flowing.flow.close()
         self._block.__exit__(*error)
 
+    def has_checkpoints(self) -> bool:
+        """Whether a part of the model was under a checkpoint."""
+        return self._block.has_checkpoints
+
     def has_seen(self) -> bool:
         """Whether there was a backward of this model."""
         return bool(self._losses)
 
     # ---- while the step runs --------------------------------------------------------------------------------------
+
+    def _begins(self) -> None:
+        """A backward begins. What is in `.grad` before the step's first one, or was left there by somebody who cleared
+        it in between, is not the step's."""
+        there = self._grads()
+        if not there:
+            self._before = {}
+        elif not self._losses and float(_norms(list(there.values())).sum()) != 0:
+            self._before = {name: grad.clone() for name, grad in there.items()}
 
     def _heard(self, call: seams.Backward) -> None:
         """A backward of this model is over."""
@@ -202,6 +213,15 @@ class Observer:
         return squares.sum() / self._sizes[0] ** 2 if len(set(self._sizes)) == 1 else squares.sum() * math.nan
 
 
+def averaging_group(model: nn.Module) -> Any:
+    """The process group that averages this model's gradients, if it is under DDP or FSDP2."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return model.process_group
+    return torch.distributed.group.WORLD if Names(model).parts else None
+
+
 def _over_ranks(numbers: Sequence[Tensor], group: Any, device: torch.device, *, whole: bool) -> list[Tensor]:
     """Sums over all ranks, in one collective; of gradients and weights only where each rank holds a part."""
     summed = list(numbers[:1] if whole else numbers)
@@ -253,9 +273,14 @@ def copies(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: local(parameter.detach()).clone() for name, parameter in parameters.items()}
 
 
-def distances(now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """How far each parameter is from what it was."""
-    return {name: _norm(local(now[name].detach()) - value) for name, value in before.items()}
+def distances(now: Mapping[str, Tensor], before: Mapping[str, Tensor], group: Any = None) -> dict[str, Tensor]:
+    """How far each parameter is from what it was. Where each rank holds a part, that takes one collective."""
+    found = torch.stack([_norm(local(now[name].detach()) - value) for name, value in before.items()])
+    if group is not None and any(value.shape != now[name].shape for name, value in before.items()):
+        found = found.square()
+        torch.distributed.all_reduce(found, group=group)
+        found = found.sqrt()
+    return dict(zip(before, found.unbind(), strict=True))
 
 
 def _by_shape(rows: Sequence[Rows]) -> list[list[int]]:

@@ -18,7 +18,8 @@ from unsum.training.record import Layer, NonFinite, Record
 def record(seen: Observed, step: int, named: Named, outliers: Outliers, samples: Samples) -> Record:
     """The record of a step."""
     n = sum(seen.sizes)
-    ids: list[int | str] = named.ids if len(named.ids) == n else list(range(n))
+    said = [] if samples.ids is None else samples.ids.tolist() * max(len(seen.sizes), 1)
+    ids: list[int | str] = named.ids if len(named.ids) == n else said if len(said) == n else list(range(n))
     found = Record(step, sum(seen.losses), ids=ids, refused=seen.refused, rank=rank())
     if seen.refused is None:
         found.norms = seen.squares.sum(0).sqrt() if seen.names else torch.zeros(n, dtype=torch.float64)

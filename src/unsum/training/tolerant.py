@@ -16,9 +16,17 @@ from unsum.step.backward import Options
 class Tolerant(GradientsBlock):
     """A `gradients` block that tells of each backward, and that may let a backward go on which it refuses."""
 
-    def __init__(self, model: nn.Module, options: Options, *, refuses: bool, heard: Callable[[seams.Backward], None]):
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        *,
+        refuses: bool,
+        begins: Callable[[], None],
+        heard: Callable[[seams.Backward], None],
+    ) -> None:
         super().__init__(model, options)
-        self._refuses, self._heard = refuses, heard
+        self._refuses, self._begins, self._heard = refuses, begins, heard
         self._call: seams.Backward | None = None
         self.refused: UnsumError | None = None
 
@@ -57,6 +65,7 @@ class Tolerant(GradientsBlock):
     def before_backward(self, call: seams.Backward) -> Sequence[Tensor] | None:
         if not self._under_way:
             self._call = call
+            self._begins()
         if self.refused is not None:
             self._under_way.append((call.accumulates, None))
             return None

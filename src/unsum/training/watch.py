@@ -27,7 +27,7 @@ from unsum.training import reading
 from unsum.training.division import Division
 from unsum.training.ids import Ids, Named
 from unsum.training.observed import Packed
-from unsum.training.observer import Looks, Observer, copies, distances
+from unsum.training.observer import Looks, Observer, averaging_group, copies, distances
 from unsum.training.outliers import Outliers
 from unsum.training.record import Record
 from unsum.training.sinks import Sink, Sinks
@@ -125,9 +125,11 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._opened is None:
+            self._ids.take()  # of a step that was not watched
             return
         (opened, observer), self._opened = self._opened, None
         opened.__exit__(kind, error, trace)
+        self._looks.has_checkpoints |= observer.has_checkpoints()
         named = self._ids.take()
         if error is not None or not observer.has_seen():
             return
@@ -171,7 +173,12 @@ class Watch:
         """Go over a loader's batches, and take the samples' ids and texts from them."""
         for batch in loader:
             self._ids.note(batch)
+            steps = self._number
             yield batch
+            if steps == self._number and self._opened is None and self._ids.is_known():
+                self._ids.stop()
+                self._tell("ids", "the loop took another batch before a step of the first, so that nobody knows which "
+                           "ids are whose: samples are counted by rows from now on")  # fmt: skip
 
     def note(self, batch: Any) -> None:
         """Take ids and texts from a batch of the step under way, or of the next one."""
@@ -229,7 +236,7 @@ class Watch:
     def _after_update(self) -> None:
         before, self._weights = self._weights, {}
         if before and self._steps and self._steps[-1].awaits_update:
-            self._steps[-1].updates = distances(self._parameters(), before)
+            self._steps[-1].updates = distances(self._parameters(), before, self.group or averaging_group(self._model))
             self._complete(wait=False)
 
     def __repr__(self) -> str:
@@ -320,15 +327,6 @@ def watch(
         model, options, every=every, sinks=Sinks(to), optimizer=optimizer, layers=layers, ids=Ids(ids, text),
         outliers=Outliers(threshold, window), history=history,
     )  # fmt: skip
-
-
-def averaging_group(model: nn.Module) -> Any:
-    """The process group that averages this model's gradients, if it is under DDP or FSDP2."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return None
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return model.process_group
-    return torch.distributed.group.WORLD if Names(model).parts else None
 
 
 def _innermost(optimizer: Any) -> Any:

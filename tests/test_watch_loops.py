@@ -1,0 +1,105 @@
+"""`unsum.watch` and `unsum.clip_per_sample` in loops that are a little unusual: what was once wrong there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reference import per_sample_gradients
+from torch import Tensor, nn
+
+import unsum
+from one_by_one import norms_of
+from test_watch import noise_scale
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().sum()
+
+
+@pytest.mark.parametrize("to_none", [False, True])
+def test_gradients_cleared_inside_the_block(to_none: bool) -> None:
+    model, watch = net(), None
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    watch = unsum.watch(model)
+    for step in range(4):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        each = per_sample_gradients(model, loss, x)
+        with watch:
+            optimizer.zero_grad(set_to_none=to_none)
+            loss(model, x).backward()
+        optimizer.step()
+        assert watch.last.noise_scale == pytest.approx(noise_scale(each), rel=1e-3)
+        grad = torch.cat([each[name].sum(0).flatten() for name in ("0.weight", "0.bias")]).norm()
+        assert watch.last.layers["0"].grad == pytest.approx(float(grad), rel=1e-4)
+
+
+def test_ids_of_every_other_step() -> None:
+    model, watch = net(), None
+    batches = [{"x": torch.randn(4, 6), "id": torch.arange(4) + 10 * k} for k in range(5)]
+    watch = unsum.watch(model, every=2)
+    for batch in watch.loader(batches):
+        with watch:
+            loss(model, batch["x"]).backward()
+    assert [record.ids[0] for record in watch.history] == [0, 20, 40]
+
+
+def test_batches_that_are_fetched_ahead_have_no_ids() -> None:
+    model = net()
+    watch = unsum.watch(model)
+    batches = iter(watch.loader([{"x": torch.randn(4, 6), "id": torch.arange(4) + 10 * k} for k in range(4)]))
+    ahead = next(batches)
+    with pytest.warns(UserWarning, match="counted by rows"):
+        coming = next(batches)
+    for _ in range(2):
+        with watch:
+            loss(model, ahead["x"]).backward()
+        ahead, coming = coming, next(batches)
+    assert all(record.ids == [0, 1, 2, 3] for record in watch.history)
+
+
+def test_groups_keep_their_ids() -> None:
+    model, x = net(), torch.randn(5, 6)
+    watch = unsum.watch(model, samples=torch.tensor([7, 7, 3, 7, 3]))
+    with watch:
+        loss(model, x).backward()
+    assert watch.last.ids == [3, 7]
+
+
+@pytest.mark.filterwarnings("ignore:unsum.watch. a value is not finite")
+def test_a_loss_scale_that_is_too_large() -> None:
+    """Several layers of one shape, whose first comparison meets values that are not finite."""
+    torch.manual_seed(0)
+    layers = [part for _ in range(3) for part in (nn.Linear(8, 8), nn.Tanh())]
+    model = nn.Sequential(*layers, nn.Linear(8, 1))
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    watch, x = unsum.watch(model, scaler=scaler), torch.randn(8, 8)
+    for _ in range(6):
+        optimizer.zero_grad()
+        with watch:
+            with torch.autocast("cpu", torch.float16):
+                value = model(x).square().sum() * 10
+            scaler.scale(value).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert len(watch.history) == 6
+    each = norms_of(per_sample_gradients(model, lambda m, x: m(x).square().sum() * 10, x))
+    assert watch.last.norms.isfinite().all() == torch.isfinite(each).all()
+
+
+def test_a_sample_that_is_not_finite_is_not_clipped() -> None:
+    model, x = net(), torch.randn(5, 6)
+    with unsum.clip_per_sample(model, verify=False):
+        loss(model, x).backward()
+    before = {name: p.grad.clone() for name, p in model.named_parameters()}
+    x[3] = float("nan")
+    with pytest.raises(unsum.errors.SamplesError, match="sample 3"):
+        with unsum.clip_per_sample(model, verify=False):
+            loss(model, x).backward()
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad, before[name])
