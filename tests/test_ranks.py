@@ -166,13 +166,36 @@ def flow(model: nn.Module, plain: nn.Module, x: Tensor, loose: float, *, is_bflo
         same(edited, plain(x), loose, "edited")
 
 
+def check_other_sizes(rank: int) -> None:
+    """One rank meets new lengths, one of them as many as there are samples, which is learnt anew; the other does not."""
+    from torch.distributed.fsdp import fully_shard
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    plain, model = make(), make()
+    for part in (model[0], model[3], model):
+        fully_shard(part)
+    watch = unsum.watch(model)
+    for step in range(5):
+        x = torch.randn(4, 3 + step if rank == 0 else 3, 6)
+        model.zero_grad()
+        with watch:
+            loss(model, x).backward()
+        same(watch.last.norms, norms_of(per_sample_gradients(plain, loss, x)), 1e-4, "norms")
+
+
 def worker(rank: int, ranks: int, port: int, kind: str, folder: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     verdict = Path(folder) / str(rank)
     try:
-        check(kind, rank, ranks)
+        if kind == "other sizes":
+            check_other_sizes(rank)
+        else:
+            check(kind, rank, ranks)
         verdict.write_text("fine")
     except BaseException:
         verdict.write_text(traceback.format_exc())
@@ -195,6 +218,10 @@ def test_as_one_process(kind: str, ranks: int) -> None:
         mp.spawn(worker, args=(ranks, free_port(), kind, folder), nprocs=ranks)
         for rank in range(ranks):
             assert (Path(folder) / str(rank)).read_text() == "fine", f"rank {rank}"
+
+
+def test_ranks_that_learn_at_other_times() -> None:
+    test_as_one_process("other sizes", 2)
 
 
 def test_tensor_parallel_is_refused() -> None:

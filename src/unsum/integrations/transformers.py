@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from unsum import training
+from unsum.errors import OptionError
 
 try:
     from transformers import TrainerCallback
@@ -38,6 +39,10 @@ class Watch(TrainerCallback):
     """
 
     def __init__(self, **options: Any) -> None:
+        if options.get("ids") is not None or options.get("text") is not None:
+            raise OptionError(
+                "Watch: a callback does not see the Trainer's batches: ids= and text= are for other loops"
+            )
         self._updates = bool(options.pop("optimizer", False))
         self._options = options
         self.watch: training.Watch | None = None

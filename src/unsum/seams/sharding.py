@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 POST_BACKWARD = "RegisterPostBackwardFunctionBackward"  # the node that averages gradients; it hands them on as they are
@@ -75,6 +76,16 @@ def whole(model: nn.Module) -> Iterator[None]:
     finally:
         for module in gathered:
             module.reshard()
+
+
+def on_any_rank(model: nn.Module, needed: bool) -> bool:
+    """Whether any process needs something: one collective, in which all take part; of a model that is not spread over
+    processes, this process alone."""
+    if not is_sharded(model) or torch.distributed.get_world_size() == 1:
+        return needed
+    flag = torch.tensor([int(needed)], device=next(iter(sharded_parameters(model).values())).part.device)
+    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+    return bool(flag.item())
 
 
 def part_of(value: Tensor, part: nn.Parameter) -> Tensor:

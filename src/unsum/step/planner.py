@@ -25,7 +25,7 @@ from unsum.plan.plan import Plan
 from unsum.plan.signature import Sizes, Survey
 from unsum.plan.structure import Judged, agrees, derived, starts_of
 from unsum.seams.modes import without_functions
-from unsum.seams.sharding import whole
+from unsum.seams.sharding import on_any_rank, whole
 from unsum.step.forward import Forward
 
 log = logging.getLogger("unsum")
@@ -51,12 +51,23 @@ class Planner:
         self._model, self._forward, self._sides, self._saved = model, forward, sides, saved
         self._setting, self._ids = setting, ids
         self.is_learning = False  # whether nodes are called by hand now
+        self._gathered: contextlib.ExitStack | None = None  # while parameters are whole that processes share
 
     def plan(
         self, call: seams.Backward, seen: Survey, known: Mapping[Edge, Layout], crossed: frozenset[int]
     ) -> Planned:
         """The plan of the graph that `call` is about to walk, of which the samples are `known` at some places, made by
         the calls that it has `crossed`. Refuses by raising."""
+        try:
+            return self._plan(call, seen, known, crossed)
+        finally:
+            gathered, self._gathered = self._gathered, None
+            if gathered is not None:
+                gathered.close()
+
+    def _plan(
+        self, call: seams.Backward, seen: Survey, known: Mapping[Edge, Layout], crossed: frozenset[int]
+    ) -> Planned:
         forward, setting = self._forward, self._setting
         pending = forward.calls.pending()
         inside = frozenset() if crossed else forward.calls.have_made(seen.nodes) & pending
@@ -78,6 +89,8 @@ class Planner:
             nodes = structure.plan.in_order(seen.nodes)
             plan = self._derive(structure, seen, nodes, known, n)
             if plan is not None:
+                if self._gathered is None and on_any_rank(self._model, False):
+                    self._gather()  # another rank learns
                 self._told(key, made, structure.judged)
                 return Planned(plan, nodes, calls, is_checked=not setting.rules)
         if structure is not None or not forward.watching.saw(made):  # whatever comes of it
@@ -161,7 +174,7 @@ class Planner:
     def inside(self, call: seams.Backward, owners: Owners, n: int) -> tuple[Plan, Sequence[Node]]:
         """The plan of a backward that a node runs by itself, from roots with these owners."""
         nodes = ordered(roots_of(call))
-        with self.learning():
+        with self.learning(gathers=False):
             return inside(call.roots, nodes, owners, n, self._setting), nodes
 
     def forget(self, planned: Planned | None) -> None:
@@ -171,18 +184,22 @@ class Planner:
             forget_structure(self._model, planned.unproven)
         watch_again(self._model)
 
+    def _gather(self) -> None:
+        """Make parameters whole that are spread over processes (FSDP2), until the plan is there. All ranks do so at the
+        same time: `on_any_rank` has told them."""
+        self._gathered = contextlib.ExitStack()
+        self._gathered.enter_context(whole(self._model))
+
     @contextlib.contextmanager
     def learning(self, *, gathers: bool = True) -> Iterator[None]:
         """Within this, nodes are called by hand, and nothing of the model's is changed. With `gathers`, parameters that
         are spread over processes are whole."""
         self.is_learning = True
         try:
-            with (
-                without_functions(),
-                self._saved.once(keep=len(seams.here()) == 1),
-                buffers_aside(self._model),
-                whole(self._model) if gathers else contextlib.nullcontext(),
-            ):
+            if gathers and self._gathered is None:
+                on_any_rank(self._model, True)
+                self._gather()
+            with without_functions(), self._saved.once(keep=len(seams.here()) == 1), buffers_aside(self._model):
                 yield
         finally:
             self.is_learning = False
