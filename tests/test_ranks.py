@@ -167,7 +167,7 @@ def flow(model: nn.Module, plain: nn.Module, x: Tensor, loose: float, *, is_bflo
 
 
 def check_other_sizes(rank: int) -> None:
-    """One rank meets new lengths, one of them as many as there are samples, which is learnt anew; the other does not."""
+    """One rank meets new lengths, one of them as many as there are samples, and learns anew; the other does not."""
     from torch.distributed.fsdp import fully_shard
 
     def make() -> nn.Module:
