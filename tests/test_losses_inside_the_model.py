@@ -4,13 +4,13 @@ import functools
 
 import pytest
 import torch
-from reference import alone
+from reference import alone, per_sample_gradients
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import unsum
-from one_by_one import assert_right, assert_rows
+from one_by_one import assert_right, assert_rows, assert_same
 from small_nets import D, gpt2
 from unsum.errors import UnsumError
 
@@ -349,3 +349,27 @@ def test_a_fused_loss_of_each_token_is_right_for_all_parameters(sizes, inside):
     whole = lambda m, ids, labels: m(ids, labels) if inside else m(ids, labels).sum() / (labels != IGNORED).sum()
     each = alone(model, lambda m: mean_over_tokens(functools.partial(whole, m), ids, labels))
     assert_right(model, lambda: whole(model, ids, labels), each)
+
+
+class Copying(nn.Module):
+    """Returns its loss and a copy of the logits in another dtype, as accelerate makes models do; ends are frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.middle, self.head = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 20)
+        self.embed.requires_grad_(False), self.head.requires_grad_(False)
+
+    def forward(self, x, y):
+        logits = self.head(torch.tanh(self.middle(self.embed(x))))
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum"), logits.float()
+
+
+def test_a_copy_of_the_logits_tells_whose_they_are():
+    torch.manual_seed(0)
+    model = Copying().double()
+    for n, t in ((4, 6), (3, 6), (4, 5), (5, 7)):
+        x, y = torch.randint(20, (2, n, t))
+        each = per_sample_gradients(model, lambda m, x, y: m(x, y)[0], x, y)
+        with unsum.gradients(model) as g:
+            model(x, y)[0].backward()
+        assert_same(g, each)

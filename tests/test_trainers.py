@@ -109,8 +109,9 @@ def test_the_hugging_face_trainer(way: str, tmp_path: Any) -> None:
     assert logged[-1]["unsum/norm/largest"] == pytest.approx(float(watch.last.norms.max()))
 
 
+@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("dora", [False, True])
-def test_the_trainer_with_adapters(dora: bool, tmp_path: Any) -> None:
+def test_the_trainer_with_adapters(dora: bool, bf16: bool, tmp_path: Any) -> None:
     peft = pytest.importorskip("peft")
     pytest.importorskip("accelerate")
     model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], use_dora=dora))
@@ -118,13 +119,13 @@ def test_the_trainer_with_adapters(dora: bool, tmp_path: Any) -> None:
         for name, p in model.named_parameters():
             if "lora_B" in name:
                 p.normal_(std=0.1)
-    watch, models, batches, _ = train(model, tmp_path, gradient_accumulation_steps=2)
+    watch, models, batches, _ = train(model, tmp_path, gradient_accumulation_steps=2, bf16=bf16)
     for record, model in zip(watch.history, models, strict=True):
         own = batches[record.step * 2 : record.step * 2 + 2]
         wanted = torch.cat(
             [norms_of(per_sample_gradients(model, own_loss, b["input_ids"], b["attention_mask"])) for b in own]
         )
-        torch.testing.assert_close(record.norms, wanted, rtol=1e-3, atol=0)
+        torch.testing.assert_close(record.norms, wanted, rtol=0.05 if bf16 else 1e-3, atol=0)
 
 
 def test_the_trainer_compiled(tmp_path: Any) -> None:

@@ -13,6 +13,7 @@ from unsum.graph.layout import Layout, Regular
 from unsum.graph.nodes import Edge, Node, is_leaf
 from unsum.seams.nodes import Token, number_of, outputs_of, token
 
+_CAST = "ToCopyBackward0"
 Number = tuple[str, int, int]  # kind of node, its number, which of its outputs
 
 
@@ -43,7 +44,14 @@ class KnownTensors:
         """Remember a tensor; True if some whose graphs are gone were forgotten, as in a long block."""
         node = tensor.grad_fn
         assert node is not None
-        self._known[number(node, tensor.output_nr)] = Known(weakref.ref(token(node)), owners, call, marked, is_listed)
+        edge: Edge = node, tensor.output_nr
+        self._known[number(*edge)] = Known(weakref.ref(token(node)), owners, call, marked, is_listed)
+        while edge[0].name() == _CAST and not marked:  # a copy in another dtype, and the loss may use what was copied
+            edge = edge[0].next_functions[0]
+            if edge[0] is None or is_leaf(edge[0]):
+                break
+            below = Known(weakref.ref(token(edge[0])), owners, call, marked, is_listed)
+            self._known.setdefault(number(*edge), below)
         if len(self._known) <= 2 * self._alive:
             return False
         self._known = {key: known for key, known in self._known.items() if known.token() is not None}
