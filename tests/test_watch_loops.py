@@ -103,3 +103,13 @@ def test_a_sample_that_is_not_finite_is_not_clipped() -> None:
             loss(model, x).backward()
     for name, p in model.named_parameters():
         assert torch.equal(p.grad, before[name])
+
+
+def test_two_bounds_on_one_model_are_refused() -> None:
+    model, x = net(), torch.randn(5, 6)
+    with unsum.clip_per_sample(model, max_norm=1.0, verify=False):
+        with pytest.raises(unsum.errors.OptionError, match="clipped already"):
+            unsum.clip_per_sample(model, max_norm=0.1, verify=False).open()
+        with unsum.clip_per_sample(net(), max_norm=0.1, verify=False):  # another model's
+            loss(model, x).backward()
+    assert float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm()) <= 5.001

@@ -38,6 +38,7 @@ _shown_by: weakref.WeakKeyDictionary[Any, weakref.ref[Gradients]] = weakref.Weak
 class GradientsBlock:
     """The block that `unsum.gradients` makes."""
 
+    # More than twelve attributes: one for each part that a call or a backward is handed to, from open to close.
     def __init__(self, model: nn.Module, options: Options) -> None:
         self._names = Names(model)
         _refuse(self._names)

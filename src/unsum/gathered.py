@@ -58,6 +58,7 @@ class Gradients:
         ([0, 1, 2, 3], True)
     """
 
+    # More than twelve attributes: what the block is about, what it has found, and how often it was asked.
     def __init__(
         self, names: Names, chosen: Chosen, samples: Samples, reducers: Sequence[Reducer] = (), *, keep: bool = True
     ) -> None:

@@ -27,6 +27,8 @@ class Collector:
     """Takes the parts of parameters' gradients as they come. `eager`: False while torch writes a compiled model down,
     which has no use for meetings that wait."""
 
+    # More than twelve attributes: what one backward is asked for, read once here instead of at every meeting, and what
+    # it has brought so far.
     def __init__(
         self,
         plan: Plan,

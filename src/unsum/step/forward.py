@@ -31,6 +31,8 @@ from unsum.step.watching import Watching
 class Forward:
     """Follows the calls of a model's modules."""
 
+    # More than twelve attributes: what is known of the calls so far, of the one under way, and of the last one, which
+    # may still have to be read in another way when its graph shows how.
     def __init__(self, names: Names, samples: sample_maps.Samples, sides: Sides, *, verify: bool) -> None:
         self._model, self._samples, self._sides = names.model, samples, sides
         self.verification = Verification(names.model, samples.owners) if verify else None

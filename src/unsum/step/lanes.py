@@ -59,6 +59,7 @@ class Lanes:
     """The meetings of one graph that wait, in one backward. `launched`: the teams whose norms are all that is wanted,
     and come from launches. `wants`: what is read, by which plans know what was tried."""
 
+    # More than twelve attributes: what all meetings of a graph share, so that each leaves its δ in a few instructions.
     def __init__(
         self,
         plan: Plan,

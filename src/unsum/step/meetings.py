@@ -71,6 +71,7 @@ class Listener(Protocol):
 class Run:
     """Waits at the nodes of a plan while one backward runs."""
 
+    # More than twelve attributes: the plan and its nodes, what is under way at nodes without owners, and the hooks.
     def __init__(self, plan: Plan, nodes: Sequence[Node], setting: Setting, to: Listener) -> None:
         self.plan, self._to, self._setting = plan, to, setting
         self._nodes = nodes

@@ -17,6 +17,7 @@ from unsum import seams
 from unsum.block import GradientsBlock
 from unsum.choice import choose
 from unsum.errors import InteractionError, OptionError, SamplesError, UnsupportedError
+from unsum.gathered import Gradients
 from unsum.learn.probe import CannotBeAsked
 from unsum.opened import Opened
 from unsum.reducers import WeightedSum
@@ -86,6 +87,14 @@ class ClipBlock(GradientsBlock):
         if clipping.verify is None:
             self._asks = self._mode not in _verified.get(names.model, ())
         super().__init__(model, replace(options, reducers=(self.reducer,), verify=bool(self._asks)))
+
+    def __enter__(self) -> Gradients:
+        if any(isinstance(block, ClipBlock) and block._model is self._model for block in seams.here()):
+            raise OptionError(
+                f"{self._clipping.name}: this model's gradients are being clipped already, in a block that is open: of "
+                "two bounds only one would hold.\n  leave the other block first"
+            )
+        return super().__enter__()
 
     def before_call(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
         try:
