@@ -226,6 +226,16 @@ def test_each_cell(feature: str, way: str, request: pytest.FixtureRequest) -> No
     FEATURES[feature](loop)
 
 
+def test_the_page_shows_what_its_programs_print(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "training.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    told = re.findall(r"^```text\n(.*?)^```$", page, re.M | re.S)
+    for code, printed in zip(re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S), told, strict=False):
+        exec(code, names)
+        assert capsys.readouterr().out == printed
+    assert len(told) == 2
+
+
 def test_the_page_has_the_figures_of_the_results() -> None:
     root = Path(__file__).parent.parent
     found = importlib.util.spec_from_file_location("watching", root / "benchmarks" / "watching.py")
