@@ -10,7 +10,7 @@ from torch import nn
 
 import unsum
 from unsum import cli
-from unsum.training import saved, terminal
+from unsum.training import run_file, terminal
 from unsum.training.record import Layer, NonFinite, Record
 from unsum.training.sinks import jsonl
 
@@ -74,18 +74,18 @@ def test_a_torn_last_line_is_left_out_with_a_note(run, capsys):
     assert json.loads(told.out)["steps"] == [0, 18]
     assert "run.jsonl: the last line is torn" in told.err and len(told.err.splitlines()) == 1
     run.write_bytes(whole[:-30] + b"\n" + whole.splitlines()[-1] + b"\n[1]\n")  # a run that went on after it
-    assert saved.read(run).records[-1].step == 19
-    assert saved.read(run).notes == ["2 damaged lines are left out: 20, 22"]
+    assert run_file.read(run).records[-1].step == 19
+    assert run_file.read(run).notes == ["2 damaged lines are left out: 20, 22"]
 
 
 def test_a_run_that_was_resumed_or_started_again(run):
     sink = jsonl(run)
     sink(Record(15, 1.0))  # from a checkpoint
-    found = saved.read(run)
+    found = run_file.read(run)
     assert [record.step for record in found.records] == list(range(16)) and found.records[-1].loss == 1.0
     assert "5 earlier records are left out" in found.notes[0]
     sink(Record(0, 2.0))
-    assert [record.loss for record in saved.read(run).records] == [2.0]
+    assert [record.loss for record in run_file.read(run).records] == [2.0]
 
 
 @pytest.mark.parametrize(
@@ -134,11 +134,11 @@ def test_what_a_watch_has_written_is_what_is_shown(tmp_path):
             model(torch.randn(6, 3)).square().sum().backward()
         optimizer.step()
     watch.flush()
-    found = saved.read(tmp_path / "run.jsonl").records
+    found = run_file.read(tmp_path / "run.jsonl").records
     assert [each.as_dict() for each in found] == [each.as_dict() for each in watch.history]
     assert terminal.text(found) == terminal.text(watch.history)
 
 
 def test_other_ranks_are_named(run):
     jsonl(run)(Record(0, rank=1))
-    assert saved.read(run).notes == ["this is rank 0; other ranks: run.rank1.jsonl"]
+    assert run_file.read(run).notes == ["this is rank 0; other ranks: run.rank1.jsonl"]

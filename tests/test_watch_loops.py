@@ -105,6 +105,18 @@ def test_a_sample_that_is_not_finite_is_not_clipped() -> None:
         assert torch.equal(p.grad, before[name])
 
 
+def test_a_run_inside_an_exception_handler_is_recorded() -> None:
+    model, x = net(), torch.randn(5, 6)
+    watch = unsum.watch(model)
+    try:
+        raise ZeroDivisionError
+    except ZeroDivisionError:  # a second try, say
+        watch.open()
+        loss(model, x).backward()
+        watch.close()
+    assert len(watch.history) == 1
+
+
 def test_two_bounds_on_one_model_are_refused() -> None:
     model, x = net(), torch.randn(5, 6)
     with unsum.clip_per_sample(model, max_norm=1.0, verify=False):

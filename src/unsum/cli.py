@@ -214,9 +214,9 @@ def _count(text: str) -> int:
 
 
 def _watch(arguments: argparse.Namespace) -> None:
-    from unsum.training import page, saved, terminal
+    from unsum.training import page, run_file, terminal
 
-    run = saved.read(arguments.path)
+    run = run_file.read(arguments.path)
     records = run.records[-arguments.last :] if arguments.last else run.records
     for note in run.notes:
         print(f"unsum: {run.path.name}: {note}", file=sys.stderr)

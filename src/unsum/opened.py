@@ -58,10 +58,13 @@ class Opened(Generic[Found]):
     def close(self) -> None:
         """Close the block; nothing happens if it is closed already. While an exception is under way (in a `finally`),
         nothing of ours is raised in its place."""
-        error = sys.exc_info()[1]
-        if error is self._error:
-            error = None
+        error = self.raised()
         self.__exit__(None if error is None else type(error), error, None)
+
+    def raised(self) -> BaseException | None:
+        """The exception that is under way, if it was raised since the block was opened."""
+        error = sys.exc_info()[1]
+        return None if error is self._error else error
 
     def __enter__(self) -> Found:
         found = self._block.__enter__()

@@ -71,7 +71,7 @@ class Watch(Callback):
         self._is_open = False
         record = self.watch.last if self._logs_now(trainer) else None
         if record is not None and record.step == trainer.global_step:
-            shown = {f"unsum/{name}": value for name, value in record.scalars().items() if _is_shown(name)}
+            shown = record.headlines()
             for logger in trainer.loggers:
                 logger.log_metrics(shown, step=record.step)
 
@@ -90,7 +90,3 @@ class Watch(Callback):
 
     def _logs_now(self, trainer: Any) -> bool:
         return bool(trainer.loggers) and trainer.global_step % max(trainer.log_every_n_steps, 1) == 0
-
-
-def _is_shown(name: str) -> bool:
-    return name != "loss" and not name.startswith("layer/")

@@ -28,7 +28,8 @@ class Watch(TrainerCallback):
     Norms are those of each example's own loss. Models that compute it by transformers' loss functions divide by
     `num_items_in_batch` (the tokens or examples of all micro-batches), and that is taken out: an example's loss is the
     sum over its tokens. Of others the number of micro-batches is taken out, if the Trainer divides by it; what the
-    model itself averages over stays (`loss_reduction="mean"` if that is the samples). So is a GradScaler's scale.
+    model itself averages over stays (`loss_reduction="mean"` if that is the samples). A GradScaler's scale is taken
+    out, too.
 
     The median and the largest norm, the noise scale and the number of outliers join the Trainer's own logs.
 
@@ -86,7 +87,7 @@ class Watch(TrainerCallback):
         record = None if self.watch is None else self.watch.last
         if record is None or not isinstance(logs, dict) or "loss" not in logs:
             return
-        shown = {f"unsum/{name}": value for name, value in record.scalars().items() if _is_shown(name)}
+        shown = record.headlines()
         logs.update(shown)
         if state.log_history:
             state.log_history[-1].update(shown)
@@ -96,10 +97,6 @@ class Watch(TrainerCallback):
         if self.watch is not None:
             self.watch.close()
             self.watch.flush()
-
-
-def _is_shown(name: str) -> bool:
-    return name != "loss" and not name.startswith("layer/")
 
 
 def _inside(model: Any) -> Any:

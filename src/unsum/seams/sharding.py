@@ -25,7 +25,8 @@ class Sharded:
     whole: nn.Parameter
 
 
-def _states(model: nn.Module) -> Iterator[Any]:
+def _sharded_modules(model: nn.Module) -> Iterator[Any]:
+    """The modules on which `fully_shard` was called."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
     from torch.distributed.fsdp import FSDPModule
@@ -43,14 +44,14 @@ def _groups(module: Any) -> list[Any]:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether any part of the model is under `fully_shard`."""
-    return next(_states(model), None) is not None
+    return next(_sharded_modules(model), None) is not None
 
 
 def sharded_parameters(model: nn.Module) -> dict[tuple[int, str], Sharded]:
     """{(id of the module, name in it): parameter}, of those that are spread. The first time, every process must come
     here: the whole parameters are gathered once, so that they are there."""
     found: dict[tuple[int, str], Sharded] = {}
-    for module in _states(model):
+    for module in _sharded_modules(model):
         for group in _groups(module):
             if any(not hasattr(p, "_unsharded_param") for p in group.fsdp_params):
                 module.unshard()
@@ -68,7 +69,7 @@ def whole(model: nn.Module) -> Iterator[None]:
     """Within this, all parameters have their memory. Every process must come here."""
     gathered = []
     try:
-        for module in _states(model):
+        for module in _sharded_modules(model):
             if any(not group.is_unsharded for group in _groups(module)):
                 module.unshard()
                 gathered.append(module)
@@ -94,8 +95,8 @@ def part_of(value: Tensor, part: nn.Parameter) -> Tensor:
 
     spread: Any = part
     mesh = spread.device_mesh
-    whole = DTensor.from_local(value.to(part.dtype), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return whole.redistribute(mesh, spread.placements)
+    everywhere = DTensor.from_local(value.to(part.dtype), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return everywhere.redistribute(mesh, spread.placements)
 
 
 def local(tensor: Tensor) -> Tensor:

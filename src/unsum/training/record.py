@@ -111,6 +111,12 @@ class Record:
             found |= {f"layer/{name or 'model'}/{key}": value for key, value in vars(layer).items()}
         return {name: float(value) for name, value in found.items() if value is not None}
 
+    def headlines(self) -> dict[str, float]:
+        """{"unsum/…": number}: what joins a trainer's own logs. These are the `scalars` without the layers, and without
+        the loss, which a trainer logs itself."""
+        shown = {name: value for name, value in self.scalars().items() if not name.startswith("layer/")}
+        return {f"unsum/{name}": value for name, value in shown.items() if name != "loss"}
+
     def __str__(self) -> str:
         parts = [f"step {self.step}"]
         parts += [] if self.loss is None else [f"loss {self.loss:.4g}"]

@@ -23,7 +23,7 @@ from unsum.opened import Opened
 from unsum.reducers import Norms
 from unsum.sites import Names
 from unsum.step.backward import Options
-from unsum.training import reading
+from unsum.training import to_record
 from unsum.training.division import Division
 from unsum.training.ids import Ids, Named
 from unsum.training.observed import Packed
@@ -115,7 +115,7 @@ class Watch:
 
     def close(self) -> None:
         """The step is over. Safe to call twice."""
-        error = sys.exc_info()[1]
+        error = None if self._opened is None else self._opened[0].raised()
         self.__exit__(None if error is None else type(error), error, None)
 
     def __enter__(self) -> Watch:
@@ -203,14 +203,14 @@ class Watch:
         """The record of a step, waiting for its numbers."""
         if step.record is None:
             seen = step.packed.unpack()
-            step.record = reading.record(seen, step.number, step.named, self._outliers, self._options.samples)
+            step.record = to_record.record(seen, step.number, step.named, self._outliers, self._options.samples)
             step.record.seconds = step.seconds
             if step.record.refused is not None:
                 self._tell(step.record.refused, step.record.refused)
             if step.record.nonfinite is not None:
                 self._tell("nonfinite", f"a value is not finite in step {step.number}: {step.record.nonfinite}")
         if step.updates:
-            reading.put_updates(step.record, {name: float(value) for name, value in step.updates.items()})
+            to_record.put_updates(step.record, {name: float(value) for name, value in step.updates.items()})
             step.updates = {}
             step.awaits_update = False
         return step.record

@@ -108,13 +108,7 @@ def wandb(run: Any = None, **init: Any) -> Logger:
             used.define_metric("unsum/*", step_metric="unsum/step")
 
         def log(record: Record) -> None:
-            values: dict[str, Any] = dict(record.scalars())
-            norms = _finite_norms(record)
-            if norms:
-                values["norms"] = library.Histogram(norms)
-            rows = [[str(key), norm, text] for key, norm, text in _outliers(record)]
-            if rows:
-                values["outlier_texts"] = library.Table(columns=["id", "norm", "text"], data=rows)
+            values = _values(library, record)
             if shared is None:
                 used.log(values, step=record.step)
             else:
@@ -185,18 +179,24 @@ def trackio(**init: Any) -> Logger:
         prefix = "" if shared is None else "unsum/"
 
         def log(record: Record) -> None:
-            values: dict[str, Any] = dict(record.scalars())
-            norms = _finite_norms(record)
-            if norms:
-                values["norms"] = library.Histogram(norms)
-            rows = [[str(key), norm, text] for key, norm, text in _outliers(record)]
-            if rows:
-                values["outlier_texts"] = library.Table(columns=["id", "norm", "text"], data=rows)
+            values = _values(library, record)
             used.log({prefix + name: value for name, value in values.items()}, step=record.step)
 
         return log
 
     return Logger("trackio", start)
+
+
+def _values(library: Any, record: Record) -> dict[str, Any]:
+    """What wandb and trackio, which has the same classes, log of a record: numbers, a histogram, a table of texts."""
+    values: dict[str, Any] = dict(record.scalars())
+    norms = _finite_norms(record)
+    if norms:
+        values["norms"] = library.Histogram(norms)
+    rows = [[str(key), norm, text] for key, norm, text in _outliers(record)]
+    if rows:
+        values["outlier_texts"] = library.Table(columns=["id", "norm", "text"], data=rows)
+    return values
 
 
 def _finite_norms(record: Record) -> list[float]:

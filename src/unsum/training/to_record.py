@@ -1,4 +1,4 @@
-"""From the numbers of a step to its record."""
+"""The record of a step, made from the numbers that were observed in it."""
 
 from __future__ import annotations
 
@@ -148,8 +148,8 @@ def _place(shape: Sequence[int], row: int, samples: Samples, n: int) -> tuple[in
         layout = samples.owners(tuple(shape), n or None)
         if layout is None:
             return None, tuple(index) if len(index) > 1 else index[0]
-        map = layout.owner(torch.device("cpu"))
-        whose = int(map[(*index, 0)] if map.dim() > len(index) else map[tuple(index)])
+        owners = layout.owner(torch.device("cpu"))
+        whose = int(owners[(*index, 0)] if owners.dim() > len(index) else owners[tuple(index)])
         owner = whose if whose >= 0 else None
     return owner, None if not index else index[0] if len(index) == 1 else tuple(index)
 
