@@ -7,12 +7,13 @@ gradient it is.
 import logging
 import os
 
-from unsum import errors, integrations, testing
+from unsum import curvature, errors, integrations, testing
 from unsum.capture import capture
 from unsum.check import check
 from unsum.draw.draw import draw
 from unsum.edit import edit
 from unsum.gradients import gradients, mark_samples
+from unsum.influence import influence
 from unsum.mark import mark
 from unsum.reducers import Kronecker, Norms, Project, SecondMoment, TokenNorms, WeightedSum
 from unsum.report import report
@@ -40,11 +41,13 @@ __all__ = [
     "clip",
     "clip_norm",
     "clip_per_sample",
+    "curvature",
     "dim",
     "draw",
     "edit",
     "errors",
     "gradients",
+    "influence",
     "integrations",
     "mark",
     "mark_samples",

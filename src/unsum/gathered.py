@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from unsum.acted import Acted
 from unsum.choice import Chosen
 from unsum.coverage import rows, table
-from unsum.errors import SamplesError
+from unsum.errors import OptionError, SamplesError
 from unsum.factors.factors import Factors, GroupFactors
 from unsum.factors.total import Term
 from unsum.plan.plan import Meeting
@@ -257,9 +257,27 @@ class Gradients:
         """(n,): over all parameters."""
         return self.sq_norms().sqrt()
 
-    def dot(self, other: Gradients) -> Tensor:
-        """(n, m): inner products with every sample of `other`, over all parameters."""
-        return torch.stack([self[name].dot(other[name]).double() for name in self]).sum(0)
+    def dot(self, other: Gradients | Mapping[str, Tensor]) -> Tensor:
+        """(n, m): inner products with every sample of `other`, over all parameters. `other` may also be
+        {parameter: (m, *shape)}, or {parameter: tensor}, which gives (n,); what it does not name counts as zero."""
+        if isinstance(other, Gradients):
+            return torch.stack([self[name].dot(other[name]).double() for name in self]).sum(0)
+        if not isinstance(other, Mapping):
+            raise OptionError(
+                f"dot takes the gradients of another block, or {{parameter: tensor}}, got {type(other).__name__}"
+            )
+        if not other:
+            raise OptionError("dot got an empty dictionary: give {parameter: tensor} or {parameter: (m, *shape)}")
+        parts: list[Tensor] = []
+        for name, value in other.items():
+            found = self[name].dot(value).double()
+            if parts and found.shape != parts[0].shape:
+                raise SamplesError(
+                    f"dot: {name} has shape {tuple(value.shape)}, which is not as many tensors as the others have; "
+                    "give {parameter: tensor} or {parameter: (m, *shape)} throughout"
+                )
+            parts.append(found)
+        return torch.stack(parts).sum(0)
 
     def sum(self) -> dict[str, Tensor]:
         """{parameter: sum over samples}."""

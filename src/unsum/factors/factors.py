@@ -154,10 +154,14 @@ class Factors:
         """Whether a tensor among the factors was changed in place since they came."""
         return any(share.is_changed() for share in self._shares)
 
-    def dot(self, other: Factors) -> Tensor:
-        """(n, m): inner products with every one in `other`. Gradients are formed only where that is less work."""
+    def dot(self, other: Factors | Tensor) -> Tensor:
+        """(n, m): inner products with every one in `other`, which is the factors of another capture, or m tensors of
+        the parameter's shape, (m, *shape); (n,) with one such tensor. Gradients are formed only where that is less
+        work."""
+        if isinstance(other, Tensor):
+            return self._dot_tensor(other)
         if not isinstance(other, Factors):
-            raise OptionError(f"dot takes the factors of another parameter or capture, got {type(other).__name__}")
+            raise OptionError(f"dot takes the factors of another capture or a tensor, got {type(other).__name__}")
         if other.shape != self.shape:
             raise SamplesError(f"{self.name} has shape {self.shape}, {other.name} has {other.shape}")
         rows = []
@@ -170,6 +174,27 @@ class Factors:
             ]
             rows.append(torch.cat(row, 1))
         return torch.cat(rows)
+
+    def _dot_tensor(self, other: Tensor) -> Tensor:
+        if tuple(other.shape) == self.shape:
+            return self._dot_tensor(other[None])[:, 0]
+        if tuple(other.shape[1:]) != self.shape or other.dim() != len(self.shape) + 1:
+            raise SamplesError(f"{self.name} has shape {self.shape}; got {tuple(other.shape)}, not (m, *shape)")
+        other = other.detach().to(self._device, self.dtype)
+        parts = [
+            s.times(total.dot_dense(s.kinds, other)) if s.kinds else self._zeros(s.n, len(other)) for s in self._shares
+        ]
+        return _joined(parts) if parts else self._zeros(0, len(other))
+
+    def token_dots(self, other: Tensor) -> Tensor:
+        """(n, t, m): inner products of each position's part with m tensors of the parameter's shape."""
+        other = other.detach().to(self._device, self.dtype)
+        parts = [share.times(self._known(total.token_dots(kind, other))) for share, kind in self._alone()]
+        return _joined(_padded(parts))
+
+    def terms(self) -> list[tuple[GroupFactors, list[Term]]]:
+        """What the gradients are sums of, for each group of samples; those of one kind as one, with more positions."""
+        return [(share, total.total(share.kinds)) for share in self._shares]
 
     def project(self, k: int, seed: int = 0) -> Tensor:
         """(n, k·k): random numbers of which inner products are, on average, those of the gradients; a parameter of at

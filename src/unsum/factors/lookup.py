@@ -82,6 +82,15 @@ class Lookup:
             found[k] = (pairs * (self.ids[k, :, None] == other.ids[:, None, :])).sum((1, 2))
         return found
 
+    def dot_dense(self, other: Tensor) -> Tensor:
+        """(n, m): with m whole tables: each position's δ with the rows that it looked up."""
+        return self.token_dots(other).sum(1)
+
+    def token_dots(self, other: Tensor) -> Tensor:
+        """(n, t, m): the same by position."""
+        delta = self.delta.to(other.dtype)
+        return torch.stack([(delta * table.conj()[self.ids]).sum(-1) for table in other], -1)
+
     def cross(self, other: Outer) -> Tensor:
         """(n,): ⟨G, G'⟩ with a matrix of the same parameter (a tied head): its δ at this sample's own rows."""
         delta, a = (other.a, other.delta) if other.turned else (other.delta, other.a)

@@ -127,6 +127,20 @@ class Outer:
         found = [product.dots(*one, *two) for one, two in zip(mine, theirs, strict=True)]
         return torch.stack(found).sum(0)
 
+    def token_dots(self, other: Tensor) -> Tensor:
+        """(n, t, m): δ_ntᵀ M a_nt for m tensors of the parameter's shape; one group only."""
+        o, i = self.delta.shape[-1], self.a.shape[-1]
+        matrices = other.reshape(len(other), i, o).mT if self.turned else other.reshape(len(other), o, i)
+        a, delta = self.a.to(other.dtype), self.delta.to(other.dtype)
+        return torch.stack([((delta @ matrix.conj()) * a).sum(-1) for matrix in matrices], -1)
+
+    def split(self, some: int) -> list[Outer]:
+        """So many samples at a time; one group only."""
+        return [
+            replace(self, a=a, delta=delta, lengths=None, token_squares=None)
+            for a, delta in zip(self.a.split(some), self.delta.split(some), strict=True)
+        ]
+
     def of(self, shape: tuple[int, ...], dtype: torch.dtype, *, turned: bool) -> Outer:
         """The same for a parameter of this shape, of which the matrix is a cast, or the transpose."""
         return Outer(

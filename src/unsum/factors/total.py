@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from unsum.factors.dense import Dense
@@ -14,6 +15,7 @@ from unsum.factors.outer import Outer
 from unsum.factors.routed import Routed
 from unsum.factors.scale import Scale
 from unsum.factors.windows import Windows
+from unsum.kernels.product import TILE, rows
 
 Term = Outer | Windows | Lookup | Scale | Routed | Dense
 
@@ -71,3 +73,32 @@ def dot(one: Sequence[Term], other: Sequence[Term]) -> Tensor:
         if not isinstance(mine, Outer | Routed) or mine.turned == other[0].turned:  # type: ignore[union-attr]
             return mine.dot(other[0])  # type: ignore[no-any-return]
     return Dense(dense(one)).dot(Dense(dense(other)))
+
+
+def dot_dense(parts: Sequence[Term], other: Tensor) -> Tensor:
+    """(n, m): inner products with m tensors of the parameter's shape."""
+    found = [_dot_dense(part, other) for part in total(parts)]
+    return sum(found[1:], found[0])
+
+
+def _dot_dense(part: Term, other: Tensor) -> Tensor:
+    if isinstance(part, Lookup):
+        return part.dot_dense(other)
+    flat = rows(other).conj().T
+    if isinstance(part, Outer) and part.groups == 1 and part.n > 1:
+        some = max(1, TILE.get(other.device.type, 1 << 25) // max(len(flat), 1))  # gradients at a time
+        return torch.cat([rows(each.per_sample()) @ flat for each in part.split(some)])
+    return rows(part.per_sample()) @ flat
+
+
+def token_dots(part: Term, other: Tensor) -> Tensor | None:
+    """(n, t, m): inner products of each position's part with m tensors of the parameter's shape; None if it has no
+    positions."""
+    if isinstance(part, Lookup):
+        return part.token_dots(other)
+    if isinstance(part, Windows):
+        part = part.outer()
+    if isinstance(part, Outer) and part.groups == 1:
+        return part.token_dots(other)
+    each = part.tokens()
+    return None if each is None else each.flatten(2) @ rows(other).conj().T

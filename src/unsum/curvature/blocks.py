@@ -1,0 +1,214 @@
+"""The blocks of a curvature: a matrix that acts on one parameter (and its bias), given by a basis and eigenvalues."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+
+from unsum.curvature.pieces import Matrix, Side
+from unsum.curvature.sums import Pair, ParameterSums
+from unsum.errors import OptionError
+
+DAMPING = 0.1  # of a block's mean eigenvalue
+
+
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """Eigenvectors of the two sides, (stack, k, k); None where a side is diagonal as it is."""
+
+    rows: Tensor | None
+    columns: Tensor | None
+    row_values: Tensor  # (stack, rows): eigenvalues of the sides, whose products are K-FAC's
+    column_values: Tensor
+
+    def values(self) -> Tensor:
+        """(stack, rows, columns)."""
+        return self.row_values[:, :, None] * self.column_values[:, None, :]
+
+
+@dataclass(eq=False)
+class Block:
+    """What acts on one parameter, or on a weight with its bias as one more column (row, if the weight is (i, o))."""
+
+    name: str
+    bias: str | None
+    shape: tuple[int, ...]
+    bias_shape: tuple[int, ...]
+    matrix: Matrix | None  # None: a diagonal, number by number
+    input: Side  # where the bias is appended
+    basis: Basis | None
+    eigenvalues: Tensor  # (stack, rows, columns), or the parameter's shape; 0 or more
+    precision: float  # of what the eigenvalues were computed from, relative to the largest
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,) if self.bias is None else (self.name, self.bias)
+
+    @cached_property
+    def mean_eigenvalue(self) -> float:
+        return float(self.eigenvalues.double().mean()) if self.eigenvalues.numel() else 0.0
+
+    @property
+    def damping(self) -> float:
+        """The default."""
+        return DAMPING * self.mean_eigenvalue
+
+    def matvec(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The block times gradients, {parameter: (m, *shape)}."""
+        return self._acted(values, self.eigenvalues)
+
+    def solve(self, values: Mapping[str, Tensor], damping: float) -> dict[str, Tensor]:
+        """The inverse of the damped block times gradients."""
+        damped = self.eigenvalues + damping
+        largest = float(damped.max()) if damped.numel() else 0.0
+        is_zero = damped <= largest * self.precision
+        if bool(is_zero.any()):
+            moved = self._into(values)
+            if bool(
+                (
+                    moved.abs() * is_zero
+                    > self.precision * moved.abs().amax(tuple(range(1, moved.dim())), keepdim=True)
+                ).any()
+            ):
+                raise OptionError(
+                    f"{self.name}: its block is singular with damping {damping:g} (smallest eigenvalue "
+                    f"{float(self.eigenvalues.min()):.3g}, largest {float(self.eigenvalues.max()):.3g}"
+                    f"{'; nothing reached it in the data of the fit' if largest <= damping else ''}).\n"
+                    "  give a damping: c.solve(g, damping=1e-3), or None for 0.1 of each block's mean eigenvalue"
+                )
+            damped = damped.masked_fill(is_zero, torch.inf)
+        return self._acted(values, 1 / damped)
+
+    def _acted(self, values: Mapping[str, Tensor], factor: Tensor) -> dict[str, Tensor]:
+        return self.out_of(self._into(values) * factor.to(next(iter(values.values()))))
+
+    def _into(self, values: Mapping[str, Tensor]) -> Tensor:
+        """(m, stack, rows, columns): gradients as matrices, with the bias, in the basis."""
+        value = values[self.name]
+        if self.matrix is None:
+            return value
+        found = self.matrix.of(value)
+        if self.bias is not None:
+            shift = values[self.bias].reshape(len(value), self.matrix.stack, -1)
+            found = torch.cat(
+                [found, shift[:, :, None, :] if self.input == "rows" else shift[..., None]],
+                2 if self.input == "rows" else 3,
+            )
+        return self.turned(found)
+
+    def turned(self, found: Tensor, *, back: bool = False) -> Tensor:
+        """Into the basis, or back."""
+        if self.basis is None:
+            return found
+        rows, columns = self.basis.rows, self.basis.columns
+        if rows is not None:
+            found = (rows if back else rows.mT).to(found) @ found
+        if columns is not None:
+            found = found @ (columns.mT if back else columns).to(found)
+        return found
+
+    def out_of(self, found: Tensor) -> dict[str, Tensor]:
+        """Back from the basis, as {parameter: (m, *shape)}."""
+        if self.matrix is None:
+            return {self.name: found}
+        m, found = len(found), self.turned(found, back=True)
+        if self.bias is None:
+            return {self.name: found.reshape(m, *self.shape)}
+        if self.input == "rows":
+            weight, shift = found[:, :, :-1], found[:, :, -1]
+        else:
+            weight, shift = found[..., :-1], found[..., -1]
+        return {self.name: weight.reshape(m, *self.shape), self.bias: shift.reshape(m, *self.bias_shape)}
+
+    def size(self) -> int:
+        """How many numbers it acts on."""
+        return prod(self.shape) + (0 if self.bias is None else prod(self.bias_shape))
+
+
+def diagonal(name: str, sums: ParameterSums, n: int) -> Block:
+    """The second moment of every number's gradient."""
+    values = torch.zeros(sums.shape) if sums.squares is None else sums.squares / max(n, 1)
+    return Block(name, None, sums.shape, (), None, "columns", None, values, 0.0)
+
+
+def kronecker(name: str, sums: ParameterSums, n: int, bias: str | None, bias_shape: tuple[int, ...]) -> Block:
+    """K-FAC's block: the Kronecker product of two means."""
+    assert sums.matrix is not None
+    sides = [_sides(side, pair, n, with_bias=bias is not None) for side, pair in sums.pairs.items()]
+    rows, columns = sides[0] if len(sides) == 1 else _pooled(sides)
+    (row_basis, row_values), (column_basis, column_values) = _eigen(rows), _eigen(columns)
+    basis = Basis(row_basis, column_basis, row_values, column_values)
+    precision = torch.finfo(rows.dtype).eps * max(row_values.shape[-1], column_values.shape[-1])
+    side = next(iter(sums.pairs))
+    return Block(name, bias, sums.shape, bias_shape, sums.matrix, side, basis, basis.values(), precision)
+
+
+def _sides(side: Side, pair: Pair, n: int, *, with_bias: bool) -> tuple[Tensor, Tensor]:
+    """The means of the rows' side and of the columns': of inputs over the positions that got a gradient, of gradients
+    summed over positions and averaged over samples."""
+    count = pair.count.clamp_min(1).to(pair.a)
+    a = _with_ones(pair) if with_bias else pair.a
+    a = a / count.view(-1, *[1] * (a.dim() - 1))
+    delta = pair.delta / max(n, 1)
+    return (a, delta) if side == "rows" else (delta, a)
+
+
+def _with_ones(pair: Pair) -> Tensor:
+    """Σ [a; 1] [a; 1]ᵀ."""
+    count = pair.count.to(pair.a)[:, None]
+    if pair.a.dim() == 2:
+        return torch.cat([pair.a, count], 1)
+    total = pair.total.to(pair.a)[..., None]
+    return torch.cat([torch.cat([pair.a, total], 2), torch.cat([total.mT, count[:, None]], 2)], 1)
+
+
+def _pooled(sides: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """One pair for a weight that met data from both sides (an embedding that is also the head): of every meeting both
+    sides are given the same mean eigenvalue, then they are added up, so that the block has the trace of the sum."""
+    means = [[_mean(side) for side in pair] for pair in sides]
+    whole = sum((r * c for r, c in means), torch.zeros_like(means[0][0]))
+    rows, columns = [], []
+    for (row, column), (of_row, of_column) in zip(sides, means, strict=True):
+        factor = (of_column / of_row.clamp_min(torch.finfo(row.dtype).tiny)).sqrt()
+        rows.append(row * factor[:, None, None] if row.dim() == 3 else row * factor[:, None])
+        columns.append(_over(column, factor))
+    row, column = _added(rows), _added(columns)
+    norm = (whole / (_mean(row) * _mean(column)).clamp_min(torch.finfo(row.dtype).tiny)).sqrt()
+    return _times(row, norm), _times(column, norm)
+
+
+def _times(side: Tensor, factor: Tensor) -> Tensor:
+    return side * factor.view(-1, *[1] * (side.dim() - 1))
+
+
+def _over(side: Tensor, factor: Tensor) -> Tensor:
+    return _times(side, torch.where(factor > 0, 1 / factor, 0))
+
+
+def _mean(side: Tensor) -> Tensor:
+    """(stack,): the mean eigenvalue."""
+    return side.mean(1) if side.dim() == 2 else side.diagonal(dim1=1, dim2=2).mean(1)
+
+
+def _added(sides: list[Tensor]) -> Tensor:
+    """The sum of sides of which some are diagonals."""
+    if len({side.dim() for side in sides}) == 1:
+        return sum(sides[1:], sides[0])
+    return sum(
+        (side if side.dim() == 3 else torch.diag_embed(side) for side in sides[1:]),
+        sides[0] if sides[0].dim() == 3 else torch.diag_embed(sides[0]),
+    )
+
+
+def _eigen(side: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Eigenvectors (in float64, kept in the dtype of the sums) and eigenvalues, 0 or more."""
+    if side.dim() == 2:
+        return None, side.clamp_min(0)
+    symmetric = side.double()
+    values, vectors = torch.linalg.eigh((symmetric + symmetric.mT) / 2)
+    return vectors.to(side.dtype), values.clamp_min(0).to(side.dtype)

@@ -1,0 +1,201 @@
+"""`fit`: one pass over the data for the sides of Kronecker products, a second one for EK-FAC's eigenvalues."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unsum.check import LossFunction
+from unsum.curvature.corrected import Corrected
+from unsum.curvature.curvature import KINDS, Curvature, Kind, Origin
+from unsum.curvature.likelihood import Likelihood
+from unsum.curvature.resumed import Resumed
+from unsum.curvature.sums import ParameterSums, Setting, Sums
+from unsum.errors import OptionError, SamplesError
+from unsum.examples import Examples, SamplesOfBatch, losses_of, refuse_not_finite, samples_of
+from unsum.fingerprint import fingerprint
+from unsum.gradients import gradients
+from unsum.reducers import Norms
+from unsum.sites import Names
+
+_LABELS = 1 << 20  # between the seeds of two passes
+
+
+def fit(
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    data: Any,
+    kind: Kind = "ekfac",
+    likelihood: Likelihood | None = None,
+    *,
+    setting: Setting = "expand",
+    params: str | Sequence[str] = "*",
+    samples: SamplesOfBatch = None,
+    batch_size: int = 32,
+    seed: int = 0,
+    max_side: int = 8192,
+    resume: str | os.PathLike[str] | None = None,
+    chunk: int = 100,
+) -> Curvature:
+    """The curvature of a model on data: K-FAC, EK-FAC or a diagonal, for every parameter that is trained.
+
+    Everything is a mean over samples. A weight that is met by outer products (linear layers, convolutions, embeddings,
+    experts, a tied weight with all its meetings) is one Kronecker block, its bias one more column of it; everything
+    else is covered by the diagonal (`c.parameters` says how).
+
+    Args:
+        model: Any module, most often in eval mode: what mixes samples (batch norm in training) is refused.
+        loss_fn: `loss_fn(model, batch)` returns one loss for each sample, (n,). Not needed with `likelihood`.
+        data: A DataLoader or another iterable of batches, or a Dataset or a list of examples.
+        kind: "kfac"; "ekfac", whose eigenvalues are second moments of per-sample gradients and which reads the data
+            twice; "diagonal".
+        likelihood: None for the gradients of the losses as they are (empirical); `categorical(forward)` or
+            `gaussian(forward)` to draw labels from the model instead, one at each place that counts.
+        setting: "expand": every position is one of its own; "reduce": a sample's positions are averaged (inputs) and
+            added up (gradients) first.
+        params: A glob that chooses parameters by name, or a list of globs.
+        samples: Where the samples are, as in `unsum.gradients`, or a function of the batch.
+        batch_size: Of examples that are taken together, where `data` gives examples.
+        seed: Of the labels that are drawn.
+        max_side: A side of a matrix with more numbers than this is covered by its diagonal (a vocabulary).
+        resume: A file in which the state is kept after every `chunk` batches; a later call with the same arguments goes
+            on from there. It is removed when the fit is done.
+        chunk: Batches between two writings of that file.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+        >>> data = [(torch.randn(4), torch.tensor(k % 2)) for k in range(10)]
+        >>> loss = lambda m, batch: nn.functional.cross_entropy(m(batch[0]), batch[1], reduction="none")
+        >>> fit(model, loss, data)
+        ekfac of 10 samples (empirical, expand): 4 parameters, 4 in Kronecker products, 0 by their diagonal
+    """
+    _check_options(loss_fn, kind, likelihood, setting, seed, max_side, chunk)
+    examples = Examples(data, batch_size=batch_size, what="fit")
+    if kind == "ekfac" and examples.is_once:
+        raise OptionError(
+            "fit: EK-FAC reads the data twice, and this is an iterator, which gives everything once.\n"
+            "  give a list, a Dataset or a DataLoader, or kind='kfac'"
+        )
+    if resume is not None and (examples.is_once or examples.is_shuffled):
+        raise OptionError("fit(resume=...): the data must come in the same order again: no iterator, no shuffle=True")
+    run = _Fit(model, loss_fn, examples, likelihood, params, samples, seed)
+    origin = Origin(kind, setting, "empirical" if likelihood is None else likelihood.name, run.fingerprints)
+    state = None if resume is None else Resumed(resume, chunk, origin, {"seed": seed, "max_side": max_side})
+    sums = Sums(run.biases, kind=kind, setting=setting, max_side=max_side)
+    done = 0 if state is None else state.begin(sums)
+    run.read(sums, 0, done, None if state is None else lambda batches: state.keep(batches, sums))
+    if sums.n == 0:
+        raise SamplesError("fit: the data is empty")
+    found = Curvature(origin, sums.n, run.in_order(sums.parameters), sums.paired())
+    if kind == "ekfac":
+        corrected = Corrected(found.blocks)
+        done = 0 if state is None else state.begin_correction(corrected)
+        run.read(corrected, 1, done, None if state is None else lambda n: state.keep(n, sums, corrected))
+        if corrected.n != sums.n:
+            raise SamplesError(f"fit: the data had {sums.n} samples when it was read first, and {corrected.n} now")
+        found = corrected.curvature(found)
+    if state is not None:
+        state.remove()
+    return found
+
+
+def _check_options(
+    loss_fn: Any, kind: Any, likelihood: Any, setting: Any, seed: Any, max_side: Any, chunk: Any
+) -> None:
+    if kind not in KINDS:
+        raise OptionError(f"kind={kind!r}: choose 'ekfac', 'kfac' or 'diagonal'")
+    if setting not in ("expand", "reduce"):
+        raise OptionError(f"setting={setting!r}: choose 'expand' or 'reduce'")
+    if likelihood is not None and not isinstance(likelihood, Likelihood):
+        raise OptionError(
+            f"likelihood={likelihood!r}: unsum.curvature.categorical(forward), .gaussian(forward), or None (empirical)"
+        )
+    if likelihood is None and not callable(loss_fn):
+        raise OptionError("fit needs loss_fn(model, batch), which returns one loss for each sample, or likelihood=")
+    for name, value, least in (("max_side", max_side, 1), ("chunk", chunk, 1), ("seed", seed, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise OptionError(f"{name}={value!r}: a whole number, {least} or more")
+
+
+class _Fit:
+    """The model and its data, read once or twice."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction | None, examples: Examples, likelihood: Likelihood | None,
+        params: str | Sequence[str], samples: SamplesOfBatch, seed: int,
+    ) -> None:  # fmt: skip
+        self._model, self._loss_fn, self._examples, self._likelihood = model, loss_fn, examples, likelihood
+        self._params, self._samples, self._seed = params, samples, seed
+        opened = gradients(model, Norms(), params=params, grad=False)
+        with opened as chosen:
+            names = list(chosen)
+            self._parameters = {name: chosen.parameters[name] for name in names}
+        if not names:
+            raise OptionError("fit: no parameter is trained (requires_grad=False, or params= chooses none)")
+        self.fingerprints = {name: fingerprint(p) for name, p in self._parameters.items()}
+        self.biases = _biases(names, Names(model))
+
+    def in_order(self, found: Mapping[str, ParameterSums]) -> dict[str, ParameterSums]:
+        """In the model's order; those that nothing reached are there."""
+        return {name: found.get(name, ParameterSums(tuple(p.shape))) for name, p in self._parameters.items()}
+
+    def read(self, reducer: Any, number: int, done: int, write: Any) -> None:
+        """The data, once: the reducer is given the gradients of every sample."""
+        first, batches = reducer.n, done
+        for batch in self._examples.shown(("curvature", "eigenvalues")[number], done):
+            first += self._read_batch(reducer, batch, first, self._seed + number * _LABELS + batches)
+            batches += 1
+            if write is not None:
+                write(batches)
+
+    def _read_batch(self, reducer: Any, batch: Any, first: int, seed: int) -> int:
+        samples = samples_of(self._samples, batch)
+        with gradients(self._model, reducer, samples=samples, params=self._params, grad=False):
+            losses = self._losses(batch, first, seed)
+            if not len(losses):
+                return 0
+            losses.sum().backward()
+        if reducer.finite is not None and not bool(reducer.finite.isfinite()):
+            self._name_not_finite(batch, first, seed)
+        return len(losses)
+
+    def _losses(self, batch: Any, first: int, seed: int) -> Tensor:
+        if self._likelihood is None:
+            assert self._loss_fn is not None
+            return losses_of(self._loss_fn, self._model, batch, first, "fit")
+
+        def drawn(model: nn.Module, batch: Any) -> Tensor:
+            assert self._likelihood is not None
+            outputs = self._likelihood.outputs(model, batch)
+            return self._likelihood.drawn_losses(outputs, batch, torch.Generator().manual_seed(seed))
+
+        return losses_of(drawn, self._model, batch, first, "fit")
+
+    def _name_not_finite(self, batch: Any, first: int, seed: int) -> None:
+        norms = Norms()
+        with gradients(self._model, norms, samples=samples_of(self._samples, batch), params=self._params, grad=False):
+            self._losses(batch, first, seed).sum().backward()
+        refuse_not_finite(norms.norms(), first, "fit", "gradient")
+        raise SamplesError(
+            f"fit: a sum over the batch of example {first} is not finite: gradients or inputs are too large"
+        )
+
+
+def _biases(names: Sequence[str], known: Names) -> dict[str, str]:
+    """Of each parameter, the one of its module that may be its bias: whether it is, the numbers say."""
+    found = {}
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        for other in (leaf.replace("weight", "bias"), f"{leaf}_bias"):
+            bias = f"{owner}.{other}" if owner else other
+            if (
+                other != leaf
+                and bias in names
+                and len(known.parameters[bias].shape) < len(known.parameters[name].shape)
+            ):
+                found[name] = bias
+    return found

@@ -1,0 +1,168 @@
+"""What a model's outputs are the parameters of: from which labels can be drawn, and which curvature the loss has in
+them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from unsum.errors import OptionError, SamplesError, UnsupportedError
+
+Forward = Callable[[Any, Any], Tensor]
+Mask = Callable[[Any], Tensor]
+
+
+class Likelihood(ABC):
+    """`forward(model, batch)` gives outputs (n, …, C), one vector at each place; `mask(batch)`, of shape (n, …), says
+    which places count."""
+
+    name: str
+
+    def __init__(self, forward: Forward, mask: Mask | None = None) -> None:
+        if not callable(forward) or isinstance(forward, nn.Module):
+            raise OptionError("forward is a function of the model and a batch: lambda model, batch: model(batch[0])")
+        if mask is not None and not callable(mask):
+            raise OptionError("mask is a function of a batch that gives True where a place counts, of shape (n, ...)")
+        self.forward, self.mask = forward, mask
+
+    def outputs(self, model: nn.Module, batch: Any) -> Tensor:
+        """(n, …, C)."""
+        return self._checked(self.forward(model, batch))
+
+    def _checked(self, found: Any) -> Tensor:
+        if not isinstance(found, Tensor) or found.dim() < 2 or not found.is_floating_point():
+            what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise SamplesError(f"{self.name}: forward(model, batch) gives outputs of shape (n, ..., C); got {what}")
+        return found
+
+    def places(self, outputs: Tensor, batch: Any) -> Tensor:
+        """(n, …): 1 at places that count, 0 elsewhere."""
+        if self.mask is None:
+            return outputs.new_ones(outputs.shape[:-1])
+        mask = self.mask(batch)
+        if not isinstance(mask, Tensor) or mask.shape != outputs.shape[:-1]:
+            raise SamplesError(
+                f"{self.name}: mask(batch) has shape {tuple(getattr(mask, 'shape', ()))}, the places of the outputs "
+                f"are {tuple(outputs.shape[:-1])}"
+            )
+        return mask.to(outputs.device, outputs.dtype)
+
+    @abstractmethod
+    def drawn_losses(self, outputs: Tensor, batch: Any, generator: torch.Generator) -> Tensor:
+        """(n,): the losses of labels that are drawn from the model, one at each place that counts."""
+
+    @abstractmethod
+    def hessian(self, outputs: Tensor, batch: Any, vector: Tensor) -> Tensor:
+        """The second derivative of the sum of losses in the outputs, times a vector of their shape."""
+
+
+class Categorical(Likelihood):
+    """Outputs are logits."""
+
+    name = "categorical"
+
+    def drawn_losses(self, outputs: Tensor, batch: Any, generator: torch.Generator) -> Tensor:
+        places = self.places(outputs, batch)
+        reached = outputs.detach().float().softmax(-1).flatten(0, -2).cumsum(-1)
+        # Uniform numbers come from the processor, so that a seed gives the same labels on every device.
+        drawn = torch.rand(len(reached), 1, generator=generator).to(outputs.device) * reached[:, -1:]
+        labels = torch.searchsorted(reached, drawn, right=True)[:, 0].clamp_max(reached.shape[-1] - 1)
+        losses = F.cross_entropy(outputs.flatten(0, -2), labels, reduction="none")
+        return _by_sample(losses.view(places.shape) * places)
+
+    def hessian(self, outputs: Tensor, batch: Any, vector: Tensor) -> Tensor:
+        p = outputs.softmax(-1)
+        found = p * (vector - (p * vector).sum(-1, keepdim=True))
+        return found * self.places(outputs, batch).unsqueeze(-1)
+
+
+class Gaussian(Likelihood):
+    """Outputs are means, with unit variance: a loss is ½ |y − f|²."""
+
+    name = "gaussian"
+
+    def outputs(self, model: nn.Module, batch: Any) -> Tensor:
+        found = self.forward(model, batch)
+        one_number_each = isinstance(found, Tensor) and found.dim() == 1
+        return self._checked(found.unsqueeze(-1) if one_number_each else found)
+
+    def drawn_losses(self, outputs: Tensor, batch: Any, generator: torch.Generator) -> Tensor:
+        noise = torch.randn(outputs.shape, generator=generator, dtype=torch.float64).to(outputs)
+        labels = outputs.detach() + noise
+        return _by_sample((outputs - labels).square().sum(-1) / 2 * self.places(outputs, batch))
+
+    def hessian(self, outputs: Tensor, batch: Any, vector: Tensor) -> Tensor:
+        return vector * self.places(outputs, batch).unsqueeze(-1)
+
+
+class Convex(Likelihood):
+    """Any loss that is convex in the outputs: its second derivative comes from autograd."""
+
+    name = "convex"
+
+    def __init__(self, forward: Forward, loss: Callable[[Tensor, Any], Tensor]) -> None:
+        super().__init__(forward)
+        if not callable(loss):
+            raise OptionError("loss is a function of the outputs and a batch that gives the losses (n,)")
+        self._loss = loss
+
+    def outputs(self, model: nn.Module, batch: Any) -> Tensor:
+        found = self.forward(model, batch)
+        return found if isinstance(found, Tensor) and found.dim() == 1 else self._checked(found)
+
+    def drawn_losses(self, outputs: Tensor, batch: Any, generator: torch.Generator) -> Tensor:
+        raise UnsupportedError(
+            "convex: labels cannot be drawn from a loss; use categorical or gaussian, or likelihood=None (empirical)"
+        )
+
+    def hessian(self, outputs: Tensor, batch: Any, vector: Tensor) -> Tensor:
+        leaf = outputs.detach().requires_grad_()
+        with torch.enable_grad():
+            loss = self._loss(leaf, batch)
+            if not isinstance(loss, Tensor):
+                raise SamplesError(f"convex: loss(outputs, batch) gives losses (n,), got {type(loss).__name__}")
+            (slope,) = torch.autograd.grad(loss.sum(), leaf, create_graph=True)
+            if not slope.requires_grad:
+                return torch.zeros_like(vector)  # linear in the outputs
+            (found,) = torch.autograd.grad(slope, leaf, vector, allow_unused=True)
+        return torch.zeros_like(vector) if found is None else found
+
+
+def _by_sample(losses: Tensor) -> Tensor:
+    """(n,): summed over the places of each sample."""
+    return losses if losses.dim() == 1 else losses.flatten(1).sum(1)
+
+
+def categorical(forward: Forward, mask: Mask | None = None) -> Likelihood:
+    """Outputs are logits (n, …, C): labels are drawn from their softmax.
+
+    Examples:
+        >>> categorical(lambda model, batch: model(batch[0])).name
+        'categorical'
+    """
+    return Categorical(forward, mask)
+
+
+def gaussian(forward: Forward, mask: Mask | None = None) -> Likelihood:
+    """Outputs are means (n, …, C) with unit variance: a loss is ½ |y − f|².
+
+    Examples:
+        >>> gaussian(lambda model, batch: model(batch[0])).name
+        'gaussian'
+    """
+    return Gaussian(forward, mask)
+
+
+def convex(forward: Forward, loss: Callable[[Tensor, Any], Tensor]) -> Likelihood:
+    """Any `loss(outputs, batch)` that is convex in the outputs, for exact Gauss–Newton products.
+
+    Examples:
+        >>> convex(lambda model, batch: model(batch[0]), lambda outputs, batch: outputs.exp().sum(1)).name
+        'convex'
+    """
+    return Convex(forward, loss)

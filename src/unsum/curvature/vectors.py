@@ -1,0 +1,69 @@
+"""Gradients and the like as {parameter: tensor}: one, or m of them as rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unsum.errors import OptionError, SamplesError
+from unsum.gathered import Gradients
+
+
+@dataclass(frozen=True, eq=False)
+class Vectors:
+    """m vectors, each with a part for every parameter."""
+
+    parts: dict[str, Tensor]  # (m, *shape)
+    is_one: bool  # whether one was given, without the dimension of rows
+
+    def back(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Results in the form in which they were asked for, in the order of what was given."""
+        return {name: parts[name][0] if self.is_one else parts[name] for name in self.parts}
+
+
+def read(given: Any, shapes: Mapping[str, tuple[int, ...]], *, what: str) -> Vectors:
+    """What a user gives: Gradients, {parameter: (m, *shape)} or {parameter: tensor}, for all of these parameters."""
+    if isinstance(given, Gradients):
+        given = given.per_sample()
+    if not isinstance(given, Mapping):
+        raise OptionError(
+            f"{what} takes what unsum.gradients gives, {{parameter: (n, *shape)}} or {{parameter: tensor}}, got "
+            f"{type(given).__name__}"
+        )
+    unknown, missing = [name for name in given if name not in shapes], [name for name in shapes if name not in given]
+    if unknown or missing:
+        wrong = f"no such parameter here: {unknown[0]}" if unknown else f"{missing[0]} is missing"
+        raise OptionError(f"{what}: {wrong}; give every parameter that was fitted ({len(shapes)} of them)")
+    sizes: dict[int | None, str] = {}
+    parts = {}
+    for name, shape in shapes.items():
+        value = given[name]
+        if not isinstance(value, Tensor):
+            raise OptionError(f"{what}: {name} is a {type(value).__name__}, not a tensor")
+        is_one = tuple(value.shape) == shape
+        if not is_one and (value.dim() != len(shape) + 1 or tuple(value.shape[1:]) != shape):
+            raise SamplesError(
+                f"{what}: {name} has shape {shape}; got {tuple(value.shape)}, neither that nor (n, *shape)"
+            )
+        sizes[None if is_one else len(value)] = name
+        parts[name] = value.detach()[None] if is_one else value.detach()
+    if len(sizes) > 1:
+        (one, mine), (other, theirs), *_ = sizes.items()
+        told = lambda size: "a single tensor" if size is None else f"{size} rows"
+        raise SamplesError(f"{what}: {mine} is {told(one)}, {theirs} is {told(other)}")
+    return Vectors(parts, None in sizes)
+
+
+def dots(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Tensor:
+    """(m,): inner products, row by row, in float64."""
+    parts = [(value.flatten(1).double() * other[name].flatten(1).double()).sum(1) for name, value in one.items()]
+    return torch.stack(parts).sum(0)
+
+
+def is_number(value: Any) -> bool:
+    """Whether this is a real number, and no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)

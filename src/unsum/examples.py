@@ -1,0 +1,114 @@
+"""The examples of a data set: in batches, in order, each with its number; and the loss of each.
+
+A DataLoader, or any iterable, gives batches. A torch Dataset, or a list, gives examples, which are batched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, RandomSampler, default_collate
+
+from unsum import samples as sample_maps
+from unsum.check import LossFunction, losses_by_sample
+from unsum.errors import OptionError, SamplesError
+from unsum.progress import progress
+
+SamplesOfBatch = sample_maps.Samples | Tensor | None | Callable[[Any], sample_maps.Samples | Tensor | None]
+
+
+class Examples:
+    """A data set in batches, in order.
+
+    Examples:
+        >>> [batch.tolist() for batch in Examples([1, 2, 3], batch_size=2, what="data")]
+        [[1, 2], [3]]
+    """
+
+    def __init__(self, data: Any, *, batch_size: int, what: str) -> None:
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise OptionError(f"batch_size={batch_size!r}: how many examples are taken at a time, 1 or more")
+        if isinstance(data, Tensor | tuple | Mapping | str) or not isinstance(data, Iterable | Dataset):
+            raise OptionError(
+                f"{what}: got a {type(data).__name__}; give a DataLoader or another iterable of batches, or a Dataset "
+                "or a list of examples.\n"
+                "  tensors side by side: torch.utils.data.TensorDataset(x, y); one batch: iter([batch])"
+            )
+        self._data: Any = data
+        self._batch_size, self._what = batch_size, what
+        self.has_examples = isinstance(data, Dataset | list)
+        self.is_once = not self.has_examples and iter(data) is data  # an iterator: what it gave is gone
+        self.is_shuffled = isinstance(data, DataLoader) and isinstance(getattr(data, "sampler", None), RandomSampler)
+
+    def batches(self) -> int | None:
+        """How many batches there are, if that is known."""
+        try:
+            size = len(self._data)
+        except TypeError:
+            return None
+        return -(-size // self._batch_size) if self.has_examples else size
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.skipping(0)
+
+    def skipping(self, done: int) -> Iterator[Any]:
+        """The batches after the first so many; examples that need not be read are not."""
+        if not self.has_examples:
+            yield from islice(iter(self._data), done, None)
+            return
+        if hasattr(self._data, "__getitem__") and hasattr(self._data, "__len__"):
+            examples: Iterator[Any] = (self._data[k] for k in range(done * self._batch_size, len(self._data)))
+        else:
+            examples = islice(iter(self._data), done * self._batch_size, None)
+        while chunk := list(islice(examples, self._batch_size)):
+            yield self._collated(chunk)
+
+    def shown(self, label: str, done: int = 0) -> Iterator[Any]:
+        """The same, with a line on the terminal that says how far they are."""
+        total = self.batches()
+        line: progress[Any] = progress(iter(()), label) if total is None else progress(total, label)
+        with line:
+            for _ in range(done):
+                line.step()
+            for batch in self.skipping(done):
+                yield batch
+                line.step()
+
+    def _collated(self, chunk: list[Any]) -> Any:
+        try:
+            return default_collate(chunk)
+        except (RuntimeError, TypeError) as error:
+            raise OptionError(
+                f"{self._what}: {len(chunk)} examples cannot be made a batch ({str(error).splitlines()[0]}).\n"
+                "  give a DataLoader with a collate_fn of your own (padding), or batch_size=1"
+            ) from error
+
+
+def samples_of(samples: SamplesOfBatch, batch: Any) -> sample_maps.Samples | Tensor | None:
+    """Where the samples of this batch are: `samples` itself, or what it says of the batch."""
+    return samples(batch) if callable(samples) else samples
+
+
+def losses_of(loss_fn: LossFunction, model: nn.Module, batch: Any, first: int, what: str) -> Tensor:
+    """The loss of each example of a batch, (n,); an example whose loss is not finite is an error, with its number."""
+    losses = losses_by_sample(loss_fn, model, batch)
+    if not losses.requires_grad:
+        raise SamplesError(
+            f"{what}: the losses do not depend on parameters that are trained (no_grad, or all are frozen)"
+        )
+    refuse_not_finite(losses.detach(), first, what, "loss")
+    return losses
+
+
+def refuse_not_finite(values: Tensor, first: int, what: str, of: str) -> None:
+    """Raise if an example's number is not finite; `first` is the number of the first one. Waits for the device."""
+    bad = (~values.isfinite()).nonzero()
+    if len(bad):
+        k = int(bad[0])
+        raise SamplesError(
+            f"{what}: example {first + k} (row {k} of its batch): its {of} is not finite ({values[k].item()}).\n"
+            "  leave it out, or find out why: unsum.watch locates the first value that is not finite"
+        )

@@ -1,0 +1,43 @@
+"""Whether parameters are what they were: a number that any change of a bit changes, the same on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+_PART = 1 << 22  # numbers at a time
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(parameter: Tensor) -> str:
+    """Of a tensor's values, shape and dtype.
+
+    Examples:
+        >>> fingerprint(torch.zeros(2))
+        'float32 2 0000000000000000'
+        >>> fingerprint(torch.ones(2)) == fingerprint(torch.tensor([1.0, 2.0]))
+        False
+    """
+    value = parameter.detach()
+    value = torch.view_as_real(value) if value.is_complex() else value
+    flat = value.contiguous().view(-1)
+    bits = flat.view(_BITS[flat.element_size()])
+    total = 0
+    for k, part in enumerate(bits.split(_PART)):
+        total += int((part.to(torch.int64) * _weights(part.device)[: len(part)]).sum()) * (2 * k + 1)
+    shape = "×".join(map(str, parameter.shape))
+    return f"{str(parameter.dtype).removeprefix('torch.')} {shape} {total % (1 << 64):016x}"
+
+
+def changed(known: Mapping[str, str], parameters: Mapping[str, Tensor]) -> list[str]:
+    """The names of what is not as it was."""
+    return [name for name, value in known.items() if name not in parameters or fingerprint(parameters[name]) != value]
+
+
+@lru_cache(maxsize=4)
+def _weights(device: torch.device) -> Tensor:
+    """Odd numbers: where one bit changes, a sum of products changes (to the modulus 2⁶⁴, in any order)."""
+    return torch.arange(_PART, device=device, dtype=torch.int64) * 0x5851F42D4C957F2E + 0x14057B7EF767814F
