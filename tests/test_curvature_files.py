@@ -208,9 +208,18 @@ def test_an_interrupted_fit_is_continued(kind, drawn, tmp_path):
     assert data.reads - before < passes * 24  # what was done is not done again
 
 
+class Gone(Batches):
+    """Its batches, and then an error."""
+
+    def __iter__(self):
+        yield from self.batches
+        raise RuntimeError("gone")
+
+
 def test_a_fit_of_something_else_is_not_continued(tmp_path):
     model, loss_fn, batches = LAYERED["mlp"]()
-    unsum.curvature.fit(model, loss_fn, Batches(*batches), kind="kfac", resume=tmp_path / "fit", **RESUMED)
+    with pytest.raises(RuntimeError, match="gone"):
+        unsum.curvature.fit(model, loss_fn, Gone(*batches), kind="kfac", resume=tmp_path / "fit", **RESUMED)
     with torch.no_grad():
         model[0].weight += 0.1
     with pytest.raises(UnsumError):

@@ -24,7 +24,7 @@ def exact(model, batches, make="categorical", **options):
 
 def exact_of_loss(model, batches, loss):
     """Any loss(outputs, batch) -> (n,) that is convex in the outputs."""
-    return unsum.curvature.ggn(model, Batches(*batches), forward, loss=loss)
+    return unsum.curvature.ggn(model, Batches(*batches), unsum.curvature.convex(forward, loss))
 
 
 def solved(matrix, rows, model, damping):

@@ -112,3 +112,11 @@ def refuse_not_finite(values: Tensor, first: int, what: str, of: str) -> None:
             f"{what}: example {first + k} (row {k} of its batch): its {of} is not finite ({values[k].item()}).\n"
             "  leave it out, or find out why: unsum.watch locates the first value that is not finite"
         )
+
+
+def refuse_other_number(losses: int, samples: int, what: str) -> None:
+    """Raise if there are not as many losses as samples."""
+    if losses != samples:
+        raise SamplesError(
+            f"{what}: loss_fn returned {losses} losses for a batch of {samples} samples; one for each is needed"
+        )

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 import torch
 from torch import Tensor
 
 from unsum.curvature.pieces import Matrix, Side
-from unsum.curvature.sums import Pair, ParameterSums
+from unsum.curvature.sums import Bias, Pair, ParameterSums
 from unsum.errors import OptionError
 
 DAMPING = 0.1  # of a block's mean eigenvalue
@@ -36,18 +35,16 @@ class Block:
     """What acts on one parameter, or on a weight with its bias as one more column (row, if the weight is (i, o))."""
 
     name: str
-    bias: str | None
+    bias: Bias | None
     shape: tuple[int, ...]
-    bias_shape: tuple[int, ...]
     matrix: Matrix | None  # None: a diagonal, number by number
-    input: Side  # where the bias is appended
     basis: Basis | None
     eigenvalues: Tensor  # (stack, rows, columns), or the parameter's shape; 0 or more
     precision: float  # of what the eigenvalues were computed from, relative to the largest
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.name,) if self.bias is None else (self.name, self.bias)
+        return (self.name,) if self.bias is None else (self.name, self.bias.name)
 
     @cached_property
     def mean_eigenvalue(self) -> float:
@@ -94,11 +91,9 @@ class Block:
             return value
         found = self.matrix.of(value)
         if self.bias is not None:
-            shift = values[self.bias].reshape(len(value), self.matrix.stack, -1)
-            found = torch.cat(
-                [found, shift[:, :, None, :] if self.input == "rows" else shift[..., None]],
-                2 if self.input == "rows" else 3,
-            )
+            shift = values[self.bias.name].reshape(len(value), self.matrix.stack, -1)
+            dim = 2 if self.bias.side == "rows" else 3
+            found = torch.cat([found, shift.unsqueeze(dim)], dim)
         return self.turned(found)
 
     def turned(self, found: Tensor, *, back: bool = False) -> Tensor:
@@ -119,42 +114,36 @@ class Block:
         m, found = len(found), self.turned(found, back=True)
         if self.bias is None:
             return {self.name: found.reshape(m, *self.shape)}
-        if self.input == "rows":
-            weight, shift = found[:, :, :-1], found[:, :, -1]
-        else:
-            weight, shift = found[..., :-1], found[..., -1]
-        return {self.name: weight.reshape(m, *self.shape), self.bias: shift.reshape(m, *self.bias_shape)}
-
-    def size(self) -> int:
-        """How many numbers it acts on."""
-        return prod(self.shape) + (0 if self.bias is None else prod(self.bias_shape))
+        dim = 2 if self.bias.side == "rows" else 3
+        weight, shift = found.narrow(dim, 0, found.shape[dim] - 1), found.select(dim, -1)
+        return {self.name: weight.reshape(m, *self.shape), self.bias.name: shift.reshape(m, *self.bias.shape)}
 
 
 def diagonal(name: str, sums: ParameterSums, n: int) -> Block:
     """The second moment of every number's gradient."""
     values = torch.zeros(sums.shape) if sums.squares is None else sums.squares / max(n, 1)
-    return Block(name, None, sums.shape, (), None, "columns", None, values, 0.0)
+    return Block(name, None, sums.shape, None, None, values, 0.0)
 
 
-def kronecker(name: str, sums: ParameterSums, n: int, bias: str | None, bias_shape: tuple[int, ...]) -> Block:
+def kronecker(name: str, sums: ParameterSums, n: int, bias: Bias | None) -> Block:
     """K-FAC's block: the Kronecker product of two means."""
     assert sums.matrix is not None
-    sides = [_sides(side, pair, n, with_bias=bias is not None) for side, pair in sums.pairs.items()]
+    sides = [_sides(side, pair, n, None if bias is None else bias.side) for side, pair in sums.pairs.items()]
     rows, columns = sides[0] if len(sides) == 1 else _pooled(sides)
     (row_basis, row_values), (column_basis, column_values) = _eigen(rows), _eigen(columns)
     basis = Basis(row_basis, column_basis, row_values, column_values)
     precision = torch.finfo(rows.dtype).eps * max(row_values.shape[-1], column_values.shape[-1])
-    side = next(iter(sums.pairs))
-    return Block(name, bias, sums.shape, bias_shape, sums.matrix, side, basis, basis.values(), precision)
+    return Block(name, bias, sums.shape, sums.matrix, basis, basis.values(), precision)
 
 
-def _sides(side: Side, pair: Pair, n: int, *, with_bias: bool) -> tuple[Tensor, Tensor]:
+def _sides(side: Side, pair: Pair, n: int, bias: Side | None) -> tuple[Tensor, Tensor]:
     """The means of the rows' side and of the columns': of inputs over the positions that got a gradient, of gradients
     summed over positions and averaged over samples."""
-    count = pair.count.clamp_min(1).to(pair.a)
-    a = _with_ones(pair) if with_bias else pair.a
-    a = a / count.view(-1, *[1] * (a.dim() - 1))
+    a = _with_ones(pair) if bias == side else pair.a
+    a = _times(a, 1 / pair.count.clamp_min(1).to(a))
     delta = pair.delta / max(n, 1)
+    if bias not in (None, side):  # what comes from this side brings nothing to the bias
+        delta = torch.nn.functional.pad(delta, (0, 1) if delta.dim() == 2 else (0, 1, 0, 1))
     return (a, delta) if side == "rows" else (delta, a)
 
 
@@ -175,7 +164,7 @@ def _pooled(sides: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     rows, columns = [], []
     for (row, column), (of_row, of_column) in zip(sides, means, strict=True):
         factor = (of_column / of_row.clamp_min(torch.finfo(row.dtype).tiny)).sqrt()
-        rows.append(row * factor[:, None, None] if row.dim() == 3 else row * factor[:, None])
+        rows.append(_times(row, factor))
         columns.append(_over(column, factor))
     row, column = _added(rows), _added(columns)
     norm = (whole / (_mean(row) * _mean(column)).clamp_min(torch.finfo(row.dtype).tiny)).sqrt()
@@ -197,12 +186,10 @@ def _mean(side: Tensor) -> Tensor:
 
 def _added(sides: list[Tensor]) -> Tensor:
     """The sum of sides of which some are diagonals."""
-    if len({side.dim() for side in sides}) == 1:
+    if all(side.dim() == 2 for side in sides):
         return sum(sides[1:], sides[0])
-    return sum(
-        (side if side.dim() == 3 else torch.diag_embed(side) for side in sides[1:]),
-        sides[0] if sides[0].dim() == 3 else torch.diag_embed(sides[0]),
-    )
+    whole = [side if side.dim() == 3 else torch.diag_embed(side) for side in sides]
+    return sum(whole[1:], whole[0])
 
 
 def _eigen(side: Tensor) -> tuple[Tensor | None, Tensor]:

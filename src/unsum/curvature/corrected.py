@@ -42,7 +42,9 @@ class Corrected:
         if found is None or found[0].matrix != block.matrix:
             raise UnsupportedError(f"{name}: its gradients were outer products in the first pass and are none now")
         assert block.basis is not None
-        value = squared(found, block.basis.rows, block.basis.columns, bias=block.bias is not None)
+        value = squared(
+            found, block.basis.rows, block.basis.columns, bias=None if block.bias is None else block.bias.side
+        )
         self.sums[name] = self.sums[name].add_(value) if name in self.sums else value
         total = value.sum()
         self.finite = total if self.finite is None else self.finite + total.to(self.finite)

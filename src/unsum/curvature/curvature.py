@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unsum.curvature import vectors
 from unsum.curvature.blocks import Block, diagonal, kronecker
-from unsum.curvature.sums import ParameterSums, Setting
+from unsum.curvature.sums import Bias, ParameterSums, Setting
 from unsum.errors import OptionError, UnsupportedError
 from unsum.fingerprint import changed
 from unsum.gathered import Gradients
@@ -50,7 +50,7 @@ class Curvature:
     origin: Origin
     n: int  # samples
     sums: dict[str, ParameterSums]  # of parameters, in the model's order; of an EK-FAC's matrices nothing is kept
-    biases: Mapping[str, str]  # of weights: the bias that is in their block
+    biases: Mapping[str, Bias]  # of weights: the bias that is in their block
     _blocks: dict[str, Block] = field(default_factory=dict)
 
     @property
@@ -61,7 +61,7 @@ class Curvature:
     def blocks(self) -> dict[str, Block]:
         """{first parameter: its block}; eigenvectors are computed when they are first asked for."""
         if not self._blocks:
-            of_weights = set(self.biases.values())
+            of_weights = {bias.name for bias in self.biases.values()}
             self._blocks |= {name: self.made(name) for name in self.sums if name not in of_weights}
         return self._blocks
 
@@ -70,13 +70,12 @@ class Curvature:
         sums = self.sums[name]
         if sums.matrix is None:
             return diagonal(name, sums, self.n)
-        bias = self.biases.get(name)
-        return kronecker(name, sums, self.n, bias, () if bias is None else self.sums[bias].shape)
+        return kronecker(name, sums, self.n, self.biases.get(name))
 
     @property
     def parameters(self) -> dict[str, str]:
         """{parameter: "kronecker" or "diagonal"}: how each is covered."""
-        of_weights = set(self.biases.values())
+        of_weights = {bias.name for bias in self.biases.values()}
         return {
             name: "kronecker" if name in of_weights or sums.matrix is not None else "diagonal"
             for name, sums in self.sums.items()
@@ -140,7 +139,8 @@ class Curvature:
             raise OptionError(f"merge takes another curvature, got {type(other).__name__}")
         if "ekfac" in (self.kind, other.kind):
             raise UnsupportedError(
-                "two EK-FACs cannot be merged: their eigenvectors differ.\n  merge K-FACs, or fit on all the data"
+                "two EK-FACs cannot be merged: their bases (eigenvectors) differ.\n"
+                "  merge K-FACs, or fit on all the data"
             )
         mine, theirs = self.origin, other.origin
         for option in ("kind", "setting", "likelihood"):

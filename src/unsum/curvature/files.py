@@ -16,7 +16,7 @@ from torch import Tensor
 from unsum.curvature.blocks import Basis, Block
 from unsum.curvature.curvature import Curvature, Origin
 from unsum.curvature.pieces import Matrix
-from unsum.curvature.sums import Pair, ParameterSums
+from unsum.curvature.sums import Bias, Pair, ParameterSums
 from unsum.errors import NotInstalled, OptionError, UnsupportedError
 
 _FORMAT, _VERSION = "unsum curvature", 1
@@ -26,7 +26,10 @@ _OF_BLOCK = ("rows", "columns", "row_values", "column_values")  # of its basis
 def save(curvature: Curvature, path: str | os.PathLike[str]) -> None:
     """Write a curvature."""
     tensors = to_tensors(curvature.sums)
-    manifest = manifest_of(curvature.origin, curvature.sums) | {"n": curvature.n, "biases": dict(curvature.biases)}
+    manifest = manifest_of(curvature.origin, curvature.sums) | {
+        "n": curvature.n,
+        "biases": {name: [bias.name, bias.side] for name, bias in curvature.biases.items()},
+    }
     if curvature.kind == "ekfac":
         manifest["blocks"] = {}
         for name, block in curvature.blocks.items():
@@ -35,7 +38,7 @@ def save(curvature: Curvature, path: str | os.PathLike[str]) -> None:
                     if (value := getattr(block.basis, key)) is not None:
                         tensors[f"block/{key}/{name}"] = value
                 tensors[f"block/eigenvalues/{name}"] = block.eigenvalues
-                manifest["blocks"][name] = {"input": block.input, "precision": block.precision}
+                manifest["blocks"][name] = {"precision": block.precision}
     write(path, tensors, manifest)
 
 
@@ -55,20 +58,20 @@ def load(path: str | os.PathLike[str]) -> Curvature:
     if "pass" in manifest:
         raise OptionError(f"{path}: the state of a fit that is not done; call fit(resume=...) again to finish it")
     sums = from_tensors(tensors, manifest)
-    found = Curvature(origin_of(manifest), manifest["n"], sums, manifest["biases"])
+    biases = {name: Bias(bias, sums[bias].shape, side) for name, (bias, side) in manifest["biases"].items()}
+    found = Curvature(origin_of(manifest), manifest["n"], sums, biases)
     if found.kind != "ekfac":
         return found
     blocks: dict[str, Block] = {}
     for name in sums:
-        if name in found.biases.values():
+        if name in {bias.name for bias in biases.values()}:
             continue
         if (told := manifest["blocks"].get(name)) is None:
             blocks[name] = found.made(name)
             continue
         basis = Basis(*(tensors.get(f"block/{key}/{name}") for key in _OF_BLOCK))  # type: ignore[arg-type]
-        bias, each = found.biases.get(name), sums[name]
         blocks[name] = Block(
-            name, bias, each.shape, () if bias is None else sums[bias].shape, each.matrix, told["input"], basis,
+            name, biases.get(name), sums[name].shape, sums[name].matrix, basis,
             tensors[f"block/eigenvalues/{name}"], told["precision"],
         )  # fmt: skip
     return Curvature(found.origin, found.n, sums, found.biases, blocks)

@@ -16,7 +16,7 @@ from unsum.curvature.likelihood import Likelihood
 from unsum.curvature.resumed import Resumed
 from unsum.curvature.sums import ParameterSums, Setting, Sums
 from unsum.errors import OptionError, SamplesError
-from unsum.examples import Examples, SamplesOfBatch, losses_of, refuse_not_finite, samples_of
+from unsum.examples import Examples, SamplesOfBatch, losses_of, refuse_not_finite, refuse_other_number, samples_of
 from unsum.fingerprint import fingerprint
 from unsum.gradients import gradients
 from unsum.reducers import Norms
@@ -135,7 +135,7 @@ class _Fit:
             names = list(chosen)
             self._parameters = {name: chosen.parameters[name] for name in names}
         if not names:
-            raise OptionError("fit: no parameter is trained (requires_grad=False, or params= chooses none)")
+            raise OptionError("fit: no parameters are trained (requires_grad=False, or params= chooses none)")
         self.fingerprints = {name: fingerprint(p) for name, p in self._parameters.items()}
         self.biases = _biases(names, Names(model))
 
@@ -153,12 +153,13 @@ class _Fit:
                 write(batches)
 
     def _read_batch(self, reducer: Any, batch: Any, first: int, seed: int) -> int:
-        samples = samples_of(self._samples, batch)
+        samples, before = samples_of(self._samples, batch), reducer.n
         with gradients(self._model, reducer, samples=samples, params=self._params, grad=False):
             losses = self._losses(batch, first, seed)
             if not len(losses):
                 return 0
             losses.sum().backward()
+        refuse_other_number(len(losses), reducer.n - before, "fit")
         if reducer.finite is not None and not bool(reducer.finite.isfinite()):
             self._name_not_finite(batch, first, seed)
         return len(losses)
@@ -186,16 +187,19 @@ class _Fit:
 
 
 def _biases(names: Sequence[str], known: Names) -> dict[str, str]:
-    """Of each parameter, the one of its module that may be its bias: whether it is, the numbers say."""
+    """Of each parameter, the one beside it that may be its bias: whether it is, the numbers say. A tied weight has one
+    beside any of its names."""
+    first = {id(known.parameters[name]): name for name in names}
     found = {}
-    for name in names:
+    for name, parameter in known.parameters.items():
         owner, _, leaf = name.rpartition(".")
         for other in (leaf.replace("weight", "bias"), f"{leaf}_bias"):
-            bias = f"{owner}.{other}" if owner else other
+            bias = known.parameters.get(f"{owner}.{other}" if owner else other)
             if (
                 other != leaf
-                and bias in names
-                and len(known.parameters[bias].shape) < len(known.parameters[name].shape)
+                and bias is not None
+                and {id(bias), id(parameter)} <= first.keys()
+                and bias.dim() < parameter.dim()
             ):
-                found[name] = bias
+                found[first[id(parameter)]] = first[id(bias)]
     return found

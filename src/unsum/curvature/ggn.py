@@ -18,6 +18,7 @@ from unsum.curvature.likelihood import Convex, Likelihood
 from unsum.errors import OptionError, SamplesError, UnsupportedError
 from unsum.examples import Examples
 from unsum.gradients import gradients
+from unsum.graph.nodes import is_custom, ordered
 from unsum.reducers import Norms
 from unsum.seams.tensors import version_of
 
@@ -25,6 +26,7 @@ log = logging.getLogger("unsum")
 
 _EXACT = 64  # outputs of a sample, up to which the trace is exact; with more it is estimated from labels that are drawn
 _DRAWS = 8
+_MISSING = ("not implemented", "once_differentiable", "double backward", "not differentiable", "twice")  # in messages
 
 
 class GaussNewton:
@@ -40,10 +42,11 @@ class GaussNewton:
         with gradients(model, Norms(), params=params, grad=False) as chosen:
             self._parameters = {name: chosen.parameters[name] for name in chosen}
         if not self._parameters:
-            raise OptionError("ggn: no parameter is trained (requires_grad=False, or params= chooses none)")
+            raise OptionError("ggn: no parameters are trained (requires_grad=False, or params= chooses none)")
         self._shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
         self._versions = self._now()
         self._in_rows = True  # whether several vectors may go through one backward
+        self._is_checked = False  # whether a second backward gives what the first one does
         self.n, self._outputs = self._count()
         self._trace: float | None = None
 
@@ -166,8 +169,9 @@ class GaussNewton:
             if not outputs.requires_grad:
                 raise SamplesError("ggn: the outputs do not depend on parameters that are trained (no_grad?)")
             back = torch.zeros_like(outputs, requires_grad=True)
-            with _refusing():
+            with _refusing(outputs):
                 pulled = torch.autograd.grad(outputs, parameters, back, create_graph=True, allow_unused=True)
+        self._check_adjoint(outputs, pulled, back)
         reached = [
             (name, p, g)
             for name, p, g in zip(names, parameters, pulled, strict=True)
@@ -182,6 +186,31 @@ class GaussNewton:
         for (name, _, _), value in zip(reached, products, strict=True):
             found[name] = value
         return found
+
+    def _check_adjoint(self, outputs: Tensor, pulled: Sequence[Tensor | None], back: Tensor) -> None:
+        """Once: that ⟨u, J v⟩ by a second backward is ⟨Jᵀ u, v⟩ by the first, with random u and v. An operation whose
+        backward cannot be differentiated loses its part, most often without a word."""
+        if self._is_checked:
+            return
+        self._is_checked = True
+        generator = torch.Generator().manual_seed(self._seed)
+        draw = lambda like: torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
+        parameters = list(self._parameters.values())
+        u, vs = draw(outputs), [draw(p.detach()) for p in parameters]
+        first = torch.autograd.grad(outputs, parameters, u, retain_graph=True, allow_unused=True)
+        reached = [(g.double(), v.double()) for g, v in zip(first, vs, strict=True) if g is not None]
+        linked = [(g, v) for g, v in zip(pulled, vs, strict=True) if g is not None and g.requires_grad]
+        pushed = None
+        if linked:
+            with _refusing(outputs):
+                roots, rows = zip(*linked, strict=True)
+                (pushed,) = torch.autograd.grad(roots, back, rows, retain_graph=True, allow_unused=True)
+        left = 0.0 if pushed is None else float((u.double() * pushed.double()).sum())
+        right = sum(float((g * v).sum()) for g, v in reached)
+        size = sum(float(g.norm() * v.norm()) for g, v in reached)
+        loose = 1e-8 if outputs.dtype == torch.float64 else 1e-4 if outputs.dtype == torch.float32 else 3e-2
+        if abs(left - right) > loose * size:
+            raise _no_second_backward(outputs, "what a second backward gives is not what the first one gives")
 
     def _rows(self, roots: list[Tensor], leaves: list[Tensor], rows: list[Tensor]) -> list[Tensor]:
         """The derivative of `roots` in `leaves`, times each row: all rows in one backward where that can be."""
@@ -199,7 +228,7 @@ class GaussNewton:
                 log.info("unsum: ggn takes one vector after the other (%s)", str(error).splitlines()[0])
                 self._in_rows = False
         each = []
-        with _refusing():
+        with _refusing(roots[0]):
             for k in range(m):
                 found = torch.autograd.grad(
                     roots, leaves, [row[k] for row in like], retain_graph=True, allow_unused=True
@@ -261,23 +290,24 @@ class GaussNewton:
 
 
 @contextmanager
-def _refusing() -> Iterator[None]:
+def _refusing(outputs: Tensor) -> Iterator[None]:
     """Where an operation has no second derivative, say which."""
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:
-        text = str(error)
-        if (
-            "not implemented" in text
-            or "once_differentiable" in text
-            or "double backward" in text
-            or "not differentiable" in text
-        ):
-            raise UnsupportedError(
-                f"ggn needs a second backward, and an operation has none: {text.splitlines()[0]}\n"
-                "  run it by plain operations of torch (attention: the math kernel is chosen already)"
-            ) from error
-        raise
+        if not any(part in str(error) for part in _MISSING):
+            raise
+        raise _no_second_backward(outputs, str(error).splitlines()[0]) from error
+
+
+def _no_second_backward(outputs: Tensor, why: str) -> UnsupportedError:
+    nodes = [] if outputs.grad_fn is None else ordered([outputs.grad_fn])
+    own = ", ".join({node.name(): None for node in nodes if is_custom(node)})
+    told = f"; autograd.Functions of one's own in this model: {own}" if own else ""
+    return UnsupportedError(
+        f"ggn needs a second backward, and an operation of the model has none: {why}{told}.\n"
+        "  compute it by plain operations of torch (for attention the math kernel is chosen already)"
+    )
 
 
 def ggn(

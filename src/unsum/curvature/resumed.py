@@ -40,7 +40,7 @@ class Resumed:
         if self._manifest:
             sums.parameters = from_tensors(self._tensors, self._manifest)
             sums.n = self._manifest["n"]
-            sums.off = {name: torch.tensor(value) for name, value in self._manifest["off"].items()}
+            sums.off = {(name, side): torch.tensor(value) for name, side, value in self._manifest["off"]}
         return int(self._batches[0])
 
     def begin_correction(self, corrected: Corrected) -> int:
@@ -56,7 +56,7 @@ class Resumed:
         self._batches[0 if corrected is None else 1] = batches
         if batches % self._chunk:
             return
-        off = {name: float(value) for name, value in sums.off.items()}
+        off = [[*key, float(value)] for key, value in sums.off.items()]
         tensors, told = to_tensors(sums.parameters), {"n": sums.n, "off": off, "options": self._options}
         if corrected is not None:
             tensors |= {f"corrected/{name}": value for name, value in corrected.sums.items()}

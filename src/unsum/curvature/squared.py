@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unsum.curvature.pieces import Piece
+from unsum.curvature.pieces import Piece, Side
 from unsum.kernels.product import TILE, wide
 
 
 def squared(
-    found: Sequence[Piece], rows: Tensor | None = None, columns: Tensor | None = None, *, bias: bool = False
+    found: Sequence[Piece], rows: Tensor | None = None, columns: Tensor | None = None, *, bias: Side | None = None
 ) -> Tensor:
     """(stack, rows, columns): with bases (stack, k, k) of either side, None for the one that numbers are given in; with
-    `bias`, of gradients that have one more number on the side of the input, which is Σ δ. A sample's positions are
-    added up before they are squared."""
+    `bias`, of gradients that have one more number on this side, which is Σ δ. A sample's positions are added up before
+    they are squared."""
     turned = [_turned(piece, rows, columns, bias=bias) for piece in found]
     if len(turned) == 1:
         ((row, column),) = turned
@@ -27,39 +27,36 @@ def squared(
     return _of_many(turned, found[0])
 
 
-def _turned(piece: Piece, rows: Tensor | None, columns: Tensor | None, *, bias: bool) -> tuple[Tensor, Tensor]:
+def _turned(piece: Piece, rows: Tensor | None, columns: Tensor | None, *, bias: Side | None) -> tuple[Tensor, Tensor]:
     """The two sides of a piece, (n·stack, t, ·), in their bases; ids stay ids."""
     of_input, of_delta = (rows, columns) if piece.input == "rows" else (columns, rows)
-    stack, delta = piece.matrix.stack, _in(piece.delta, of_delta, piece.matrix.stack)
-    if piece.is_table:
-        a = piece.a if of_input is None else _looked_up(piece.a, of_input[0])
-    else:
-        a = piece.a.to(wide(piece.a.dtype))
-        if bias and of_input is None:
-            a = torch.nn.functional.pad(a, (0, 1), value=1.0)  # where δ is 0 it multiplies nothing
-        elif bias and of_input is not None:
-            a = _in(a, of_input[:, :-1], stack, of_input[:, -1])
-        else:
-            a = _in(a, of_input, stack)
+    # On the side of a bias the input is 1, and what is no input of it brings nothing to it.
+    a = _of_ids(piece, of_input, bias) if piece.is_table else _in(piece, piece.a, of_input, 1.0, bias == piece.input)
+    delta = _in(piece, piece.delta, of_delta, 0.0, bias not in (None, piece.input))
     return (a, delta) if piece.input == "rows" else (delta, a)
 
 
-def _in(x: Tensor, basis: Tensor | None, stack: int, shift: Tensor | None = None) -> Tensor:
-    """(n·stack, t, k) times (stack, k, l), with (stack, l) added."""
-    x = x.to(wide(x.dtype))
+def _in(piece: Piece, x: Tensor, basis: Tensor | None, one_more: float, is_longer: bool) -> Tensor:
+    """(n·stack, t, k) times (stack, k, l); with one more number in front of the basis where it is longer."""
+    stack, x = piece.matrix.stack, x.to(wide(x.dtype))
     if basis is None:
-        return x
+        return torch.nn.functional.pad(x, (0, 1), value=one_more) if is_longer else x
     basis = basis.to(x)
+    shift = basis[:, -1] * one_more if is_longer and one_more else None
+    basis = basis[:, :-1] if is_longer else basis
     if stack == 1:
         found = x @ basis[0]
-        return found if shift is None else found.add_(shift[0].to(x))
+        return found if shift is None else found.add_(shift[0])
     found = x.unflatten(0, (-1, stack)) @ basis
-    found = found if shift is None else found + shift.to(x)[:, None]
-    return found.flatten(0, 1)
+    return (found if shift is None else found + shift[:, None]).flatten(0, 1)
 
 
-def _looked_up(ids: Tensor, basis: Tensor) -> Tensor:
-    return basis[ids]
+def _of_ids(piece: Piece, basis: Tensor | None, bias: Side | None) -> Tensor:
+    """Rows that were looked up: their rows of the basis."""
+    if basis is None:
+        return piece.a
+    found = basis[0][piece.a].to(wide(piece.delta.dtype))
+    return found + basis[0, -1] if bias == piece.input else found
 
 
 def _of_one_position(row: Tensor, column: Tensor, stack: int) -> Tensor:

@@ -41,6 +41,15 @@ class Pair:
         return {"a": self.a, "delta": self.delta, "total": self.total, "count": self.count}
 
 
+@dataclass(frozen=True)
+class Bias:
+    """A bias that is one more number on the side of its weight that meets the input: there it meets 1."""
+
+    name: str
+    shape: tuple[int, ...]
+    side: Side
+
+
 @dataclass(eq=False)
 class ParameterSums:
     """What is summed of one parameter: pairs by the side that met the input, or squares."""
@@ -62,9 +71,9 @@ class Sums:
         self._kind, self._setting, self._max_side = kind, setting, max_side
         self.parameters: dict[str, ParameterSums] = {}
         self.n = 0
-        self.off: dict[str, Tensor] = {}  # of weights: how far δ summed is from the gradient of their bias
+        self.off: dict[tuple[str, Side], Tensor] = {}  # of weights' sides: how far Σ δ is from their bias's gradient
         self.finite: Tensor | None = None  # not finite if anything of the last batch was not
-        self._deltas: dict[str, Tensor] = {}  # of this backward, by weight: (n, …), Σ_t δ
+        self._deltas: dict[str, dict[Side, Tensor]] = {}  # of this backward, by weight: (n, …), Σ_t δ
         self._shifts: dict[str, Tensor] = {}  # the same of biases: their gradients
 
     def begin(self, n: int, again: bool) -> None:
@@ -98,16 +107,17 @@ class Sums:
     def end(self, left: Sequence[str]) -> None:
         """The backward is over: a bias that got what its weight's δ add up to is one more column of the weight."""
         for weight, bias in self._biases.items():
-            delta, shift = self._deltas.get(weight), self._shifts.get(bias)
-            if delta is None and shift is None:
-                continue
-            if delta is None or shift is None or delta.numel() != shift.numel():
-                off = torch.tensor(torch.inf)
-            else:
-                off = (delta.flatten() - shift.flatten()).norm() / shift.norm().clamp_min(1e-30)
-            self.off[weight] = (
-                off if weight not in self.off else torch.maximum(self.off[weight], off.to(self.off[weight]))
-            )
+            deltas, shift = self._deltas.get(weight, {}), self._shifts.get(bias)
+            for side in sorted({*deltas, *(side for name, side in self.off if name == weight)}):
+                delta = deltas.get(side)
+                if delta is None and shift is None:
+                    continue
+                if delta is None or shift is None or delta.numel() != shift.numel():
+                    off = torch.tensor(torch.inf)
+                else:
+                    off = (delta.flatten() - shift.flatten()).norm() / shift.norm().clamp_min(1e-30)
+                before = self.off.get((weight, side))
+                self.off[weight, side] = off if before is None else torch.maximum(before, off.to(before))
         self._deltas, self._shifts = {}, {}
 
     def _add(self, known: ParameterSums, piece: Piece) -> None:
@@ -133,14 +143,14 @@ class Sums:
     def _note(self, value: Tensor) -> None:
         self.finite = value if self.finite is None else self.finite + value.to(self.finite)
 
-    def paired(self) -> dict[str, str]:
-        """{weight: bias} of those whose bias got what their δ add up to, in every batch."""
+    def paired(self) -> dict[str, Bias]:
+        """Of weights: the bias that got what their δ add up to, in every batch."""
         found = {}
-        for weight, off in self.off.items():
+        for (weight, side), off in self.off.items():
             known, bias = self.parameters[weight], self.parameters[self._biases[weight]]
             loose = 1e-8 if bias.squares is not None and bias.squares.dtype == torch.float64 else 2e-2
-            if known.matrix is not None and len(known.pairs) == 1 and float(off) <= loose:
-                found[weight] = self._biases[weight]
+            if known.matrix is not None and float(off) <= loose:
+                found[weight] = Bias(self._biases[weight], bias.shape, side)
         return found
 
 
@@ -164,7 +174,7 @@ def _reduced(piece: Piece, max_side: int) -> Pair:
     """A sample's positions are one: its inputs averaged, its gradients added up."""
     counts, dtype = piece.counts, wide(piece.delta.dtype)
     has = counts.sum(1, keepdim=True)
-    share = (counts / has.clamp_min(1)).to(dtype)  # (n·stack, t)
+    share = counts.to(dtype) / has.clamp_min(1).to(dtype)  # (n·stack, t)
     if piece.is_table:
         mean = torch.zeros(len(piece.a), piece.inputs, dtype=dtype, device=piece.delta.device)
         mean.scatter_add_(1, piece.a, share)
@@ -183,7 +193,10 @@ def _side(x: Tensor, stack: int, max_side: int) -> Tensor:
     return gram(x, stack) if x.shape[-1] <= max_side else squares(x, stack)
 
 
-def _summed(found: Sequence[Piece]) -> Tensor:
-    """(n, stack·o): Σ_t δ of all positions."""
-    each = [piece.apart(piece.delta.sum(1, dtype=wide(piece.delta.dtype))).flatten(1) for piece in found]
-    return sum(each[1:], each[0])
+def _summed(found: Sequence[Piece]) -> dict[Side, Tensor]:
+    """(n, stack·o): Σ_t δ of all positions, by the side that met the input."""
+    sums: dict[Side, Tensor] = {}
+    for piece in found:
+        each = piece.apart(piece.delta.sum(1, dtype=wide(piece.delta.dtype))).flatten(1)
+        sums[piece.input] = sums[piece.input] + each if piece.input in sums else each
+    return sums

@@ -12,7 +12,7 @@ from unsum.check import LossFunction
 from unsum.curvature import Curvature, GaussNewton
 from unsum.curvature.vectors import is_number
 from unsum.errors import OptionError, SamplesError
-from unsum.examples import Examples, SamplesOfBatch, losses_of, refuse_not_finite, samples_of
+from unsum.examples import Examples, SamplesOfBatch, losses_of, refuse_not_finite, refuse_other_number, samples_of
 from unsum.gathered import Gradients
 from unsum.gradients import gradients
 from unsum.influence.queries import Queries, Scored, formed, held
@@ -132,7 +132,7 @@ class _Run:
         with gradients(model, Norms(), params=self._params, grad=False) as chosen:
             self._parameters = {name: chosen.parameters[name] for name in chosen}
         if not self._parameters:
-            raise OptionError("influence: no parameter is trained (requires_grad=False, or params= chooses none)")
+            raise OptionError("influence: no parameters are trained (requires_grad=False, or params= chooses none)")
         if covered is not None and list(self._parameters) != covered:
             raise OptionError(
                 f"the curvature covers {len(covered)} parameters of the model, and {len(self._parameters)} are chosen "
@@ -155,6 +155,7 @@ class _Run:
                 if not len(losses):
                     continue
                 losses.sum().backward()
+            refuse_other_number(len(losses), len(g.ids), "query")
             refuse_not_finite(g.norms(), first, "query", "gradient")
             more = held(g) * 4 if self._curvature is None else len(losses) * sum(sizes)
             if kept and size + more > self._memory:
@@ -192,6 +193,7 @@ class _Run:
                     continue
                 losses.sum().backward()
             assert scored.scores is not None
+            refuse_other_number(len(losses), len(scored.scores), "train")
             refuse_not_finite(scored.scores.sum(1), first, "train", "gradient")
             scores = scored.scores
             if of_queries is not None:

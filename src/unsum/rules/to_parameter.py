@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unsum.factors.dense import Dense
+from unsum.factors.lookup import Lookup
 from unsum.factors.outer import Outer
 from unsum.factors.routed import Routed
 from unsum.factors.scale import Scale
@@ -38,6 +39,8 @@ def follow(kind: Term, node: Node, output: int, shape: tuple[int, ...]) -> Term 
         return _looked_up(kind, node, shape)
     if name == "SliceBackward0":
         return _sliced(kind, shape, *_slice_of(node, shape))
+    if name in ("SelectBackward0", "UnbindBackward0"):
+        return _selected(kind, node, output, shape)
     if name in ("SplitBackward0", "SplitWithSizesBackward0"):
         return _sliced(kind, shape, *_piece_of(node, name, output, shape))
     return None
@@ -97,8 +100,7 @@ def _looked_up(kind: Dense | Scale, node: Node, shape: tuple[int, ...]) -> Term 
     if saved_of(node, "scale_grad_by_freq") or 0 <= padding < shape[0]:
         return None
     values = kind.per_sample().reshape(kind.n, -1, shape[1])
-    table = values.new_zeros(kind.n, *shape)
-    return Dense(table.index_add_(1, ids.flatten(), values))
+    return Lookup(ids.flatten().expand(kind.n, -1), values, shape)
 
 
 def _slice_of(node: Node, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
@@ -134,6 +136,20 @@ def _sliced(kind: Term, shape: tuple[int, ...], dim: int, first: int, last: int,
     if (dim == 0) != kind.turned:
         return replace(kind, delta=_padded(kind.delta, padding), shape=shape)
     return replace(kind, a=_padded(kind.a, padding), shape=shape)
+
+
+def _selected(kind: Term, node: Node, output: int, shape: tuple[int, ...]) -> Term | None:
+    """One of several matrices side by side: an expert."""
+    dim = signed(saved_of(node, "dim")) % len(shape)
+    if not isinstance(kind, Outer) or kind.groups > 1 or len(shape) != 3 or dim != 0 or not _is_own(kind):
+        return None
+    which = output if node.name() == "UnbindBackward0" else signed(saved_of(node, "index")) % shape[0]
+    n, t = kind.a.shape[:2]
+    row = torch.arange(n * t, device=kind.a.device)
+    return Routed(
+        kind.a.flatten(0, 1), kind.delta.flatten(0, 1), row // max(t, 1), torch.full_like(row, which),
+        row.view(n, t), shape[0], shape, turned=kind.turned, is_full=True, lengths=kind.lengths, dtype=kind.dtype,
+    )  # fmt: skip
 
 
 def _padded(tensor: Tensor, padding: tuple[int, int]) -> Tensor:
