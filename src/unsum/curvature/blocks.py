@@ -149,6 +149,7 @@ def _sides(side: Side, pair: Pair, n: int, bias: Side | None) -> tuple[Tensor, T
 
 def _with_ones(pair: Pair) -> Tensor:
     """Σ [a; 1] [a; 1]ᵀ."""
+    assert pair.total is not None
     count = pair.count.to(pair.a)[:, None]
     if pair.a.dim() == 2:
         return torch.cat([pair.a, count], 1)

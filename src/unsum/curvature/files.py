@@ -110,7 +110,12 @@ def from_tensors(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> 
     found = {}
     for name, told in manifest["parameters"].items():
         pairs = {
-            side: Pair(*(tensors[f"{side}/{key}/{name}"].clone() for key in ("a", "delta", "total", "count")))
+            side: Pair(
+                tensors[f"{side}/a/{name}"].clone(),
+                tensors[f"{side}/delta/{name}"].clone(),
+                tensors[f"{side}/count/{name}"].clone(),
+                tensors.get(f"{side}/total/{name}"),
+            )  # fmt: skip
             for side in told["sides"]
         }
         matrix = None if told["matrix"] is None else Matrix(*told["matrix"])

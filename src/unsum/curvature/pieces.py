@@ -16,6 +16,7 @@ from unsum.factors.outer import Outer
 from unsum.factors.routed import Routed
 from unsum.factors.total import Term
 from unsum.factors.windows import Windows
+from unsum.kernels import split
 from unsum.kernels.product import wide
 
 Side = Literal["rows", "columns"]
@@ -43,6 +44,7 @@ class Piece:
     delta: Tensor  # (n·stack, t, o)
     matrix: Matrix
     input: Side  # which side of the matrix met the input; the other one met the gradient
+    source: tuple[int, int, torch.dtype] | None = None  # where the tensor lies of which δ was made, and its size
 
     @property
     def is_table(self) -> bool:
@@ -57,7 +59,11 @@ class Piece:
     @cached_property
     def counts(self) -> Tensor:
         """(n·stack, t): whether a position got a gradient: padding did not."""
-        return (self.delta != 0).any(-1)
+        return torch.linalg.vector_norm(self.delta, torch.inf, dim=-1) != 0  # in one pass
+
+    def is_made_of(self, delta: Tensor) -> bool:
+        """Whether all of δ is this tensor, as it lies in memory."""
+        return self.source == (delta.data_ptr(), delta.numel(), delta.dtype)
 
     def apart(self, value: Tensor) -> Tensor:
         """(n, stack, …)."""
@@ -103,22 +109,20 @@ def _piece(share: GroupFactors, term: Term, shape: Sequence[int]) -> Piece | Non
         delta = share.times(delta)
     else:
         delta = share.times(delta.to(wide(delta.dtype)))
-    return Piece(a, delta, matrix, "rows" if outer.turned != is_swapped else "columns")
+    source = None
+    if share.scale is None and isinstance(term, Outer | Windows) and not is_swapped and not term.delta.is_complex():
+        source = term.delta.data_ptr(), term.delta.numel(), term.delta.dtype
+    return Piece(a, delta, matrix, "rows" if outer.turned != is_swapped else "columns", source)
 
 
 def gram(x: Tensor, stack: int) -> Tensor:
     """(stack, k, k): Σ x xᵀ over samples and positions of (n·stack, t, k), in float32 at least."""
     if stack == 1:
-        flat = x.flatten(0, 1)
-        if flat.is_cuda and flat.dtype in (torch.bfloat16, torch.float16):
-            return torch.mm(flat.T, flat, out_dtype=torch.float32)[None]
-        flat = flat.to(wide(flat.dtype))
-        return (flat.T @ flat)[None]
-    apart = x.unflatten(0, (-1, stack)).transpose(0, 1).flatten(1, 2).to(wide(x.dtype))
-    return torch.bmm(apart.mT, apart)
+        return split.gram(x.flatten(0, 1))[None]
+    return split.gram(x.unflatten(0, (-1, stack)).transpose(0, 1).flatten(1, 2))
 
 
 def squares(x: Tensor, stack: int) -> Tensor:
     """(stack, k): the diagonal of `gram` alone."""
-    wanted = x.to(wide(x.dtype))
-    return wanted.square().sum(1).unflatten(0, (-1, stack)).sum(0)
+    each = torch.linalg.vector_norm(x, dim=1, dtype=wide(x.dtype)).square()
+    return each.unflatten(0, (-1, stack)).sum(0)

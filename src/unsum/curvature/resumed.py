@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from unsum.curvature.corrected import Corrected
@@ -40,7 +39,7 @@ class Resumed:
         if self._manifest:
             sums.parameters = from_tensors(self._tensors, self._manifest)
             sums.n = self._manifest["n"]
-            sums.off = {(name, side): torch.tensor(value) for name, side, value in self._manifest["off"]}
+            sums.off = {(name, side): float(value) for name, side, value in self._manifest["off"]}
         return int(self._batches[0])
 
     def begin_correction(self, corrected: Corrected) -> int:

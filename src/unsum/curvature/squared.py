@@ -6,9 +6,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from unsum.curvature.pieces import Piece, Side
+from unsum.kernels import split
 from unsum.kernels.product import TILE, wide
+
+_ALIGNED = 8  # numbers in a row of a matrix that tensor cores read well
 
 
 def squared(
@@ -18,13 +22,15 @@ def squared(
     `bias`, of gradients that have one more number on this side, which is Σ δ. A sample's positions are added up before
     they are squared."""
     turned = [_turned(piece, rows, columns, bias=bias) for piece in found]
+    matrix = found[0].matrix
+    height, width = matrix.rows + (bias == "rows"), matrix.columns + (bias == "columns")
     if len(turned) == 1:
         ((row, column),) = turned
         if row.dim() == 2:
-            return _of_table(row, column, found[0].matrix.rows)
+            return _of_table(row, column, height)[..., :width]
         if row.shape[1] == 1:
-            return _of_one_position(row, column, found[0].matrix.stack)
-    return _of_many(turned, found[0])
+            return _of_one_position(row, column, matrix.stack)[:, :height, :width]
+    return _of_many(turned, matrix.stack, height)[:, :height, :width]
 
 
 def _turned(piece: Piece, rows: Tensor | None, columns: Tensor | None, *, bias: Side | None) -> tuple[Tensor, Tensor]:
@@ -37,18 +43,28 @@ def _turned(piece: Piece, rows: Tensor | None, columns: Tensor | None, *, bias: 
 
 
 def _in(piece: Piece, x: Tensor, basis: Tensor | None, one_more: float, is_longer: bool) -> Tensor:
-    """(n·stack, t, k) times (stack, k, l); with one more number in front of the basis where it is longer."""
-    stack, x = piece.matrix.stack, x.to(wide(x.dtype))
+    """(n·stack, t, k) times (stack, k, l); with one more number in front of the basis where it is longer. What is
+    narrow on a GPU stays so: rounding an eigenvector moves 1e-6 of the mean eigenvalue, and the damping is 0.1 of it."""
+    stack, dtype = piece.matrix.stack, x.dtype if x.is_cuda and x.dtype == torch.bfloat16 else wide(x.dtype)
     if basis is None:
-        return torch.nn.functional.pad(x, (0, 1), value=one_more) if is_longer else x
-    basis = basis.to(x)
-    shift = basis[:, -1] * one_more if is_longer and one_more else None
-    basis = basis[:, :-1] if is_longer else basis
+        x = x.to(dtype)
+        return pad(x, (0, 1), value=one_more) if is_longer else x
+    basis = basis.to(dtype)
+    if x.is_cuda and basis.shape[-1] % _ALIGNED:
+        basis = pad(basis, (0, -basis.shape[-1] % _ALIGNED))  # other widths take slow kernels
+    shift = basis[:, -1] if is_longer and one_more else None
+    basis = basis[:, : x.shape[-1]]
     if stack == 1:
-        found = x @ basis[0]
+        found = _product(x.flatten(0, 1), basis[0], dtype).view(*x.shape[:2], -1)
         return found if shift is None else found.add_(shift[0])
-    found = x.unflatten(0, (-1, stack)) @ basis
-    return (found if shift is None else found + shift[:, None]).flatten(0, 1)
+    apart = x.unflatten(0, (-1, stack)).transpose(0, 1)  # (stack, n, t, k)
+    found = _product(apart.flatten(1, 2), basis, dtype).unflatten(1, apart.shape[1:3])
+    found = found if shift is None else found + shift[:, None, None]
+    return found.transpose(0, 1).flatten(0, 1)
+
+
+def _product(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    return x @ y if x.dtype == y.dtype == dtype == torch.bfloat16 else split.product(x, y)
 
 
 def _of_ids(piece: Piece, basis: Tensor | None, bias: Side | None) -> Tensor:
@@ -61,14 +77,14 @@ def _of_ids(piece: Piece, basis: Tensor | None, bias: Side | None) -> Tensor:
 
 def _of_one_position(row: Tensor, column: Tensor, stack: int) -> Tensor:
     """One outer product for each sample: Σ r² ⊗ c²."""
-    row, column = (x[:, 0].square().unflatten(0, (-1, stack)).transpose(0, 1) for x in (row, column))
-    return torch.bmm(row.mT, column)
+    of = lambda x: x[:, 0].to(wide(x.dtype)).square().unflatten(0, (-1, stack)).transpose(0, 1)
+    return torch.bmm(of(row).mT, of(column))
 
 
 def _of_table(ids: Tensor, delta: Tensor, size: int) -> Tensor:
     """Of rows that were looked up: what a sample's positions bring to a row is added up first."""
-    n = len(ids)
-    key = ids + size * torch.arange(n, device=ids.device)[:, None]
+    delta = delta.to(wide(delta.dtype))
+    key = ids + size * torch.arange(len(ids), device=ids.device)[:, None]
     which, place = key.flatten().unique(return_inverse=True)
     each = torch.zeros(len(which), delta.shape[-1], dtype=delta.dtype, device=delta.device)
     each.index_add_(0, place, delta.flatten(0, 1))
@@ -76,26 +92,27 @@ def _of_table(ids: Tensor, delta: Tensor, size: int) -> Tensor:
     return total.index_add_(0, which % size, each.square_())[None]
 
 
-def _of_many(turned: Sequence[tuple[Tensor, Tensor]], first: Piece) -> Tensor:
+def _of_many(turned: Sequence[tuple[Tensor, Tensor]], stack: int, height: int) -> Tensor:
     """Gradients are formed, as many at a time as bound memory."""
-    stack = first.matrix.stack
-    (row, column) = turned[0]
-    height = first.matrix.rows if row.dim() == 2 else row.shape[-1]
-    width = column.shape[-1]
-    n = len(row)
-    some = max(stack, TILE.get(column.device.type, 1 << 25) // max(height * width, 1) // stack * stack)
-    total = torch.zeros(stack, height, width, dtype=column.dtype, device=column.device)
-    for begin in range(0, n, some):
+    row, column = turned[0]
+    size = (height if row.dim() == 2 else row.shape[-1]) * column.shape[-1]
+    some = max(stack, TILE.get(column.device.type, 1 << 25) // max(size, 1) // stack * stack)
+    total: Tensor | None = None
+    for begin in range(0, len(row), some):
         part = slice(begin, begin + some)
-        each = None
-        for left, right in turned:
-            formed = (
-                _placed(left[part], right[part], height) if left.dim() == 2 else torch.bmm(left[part].mT, right[part])
-            )
-            each = formed if each is None else each + formed
-        assert each is not None
-        total += each.square_().unflatten(0, (-1, stack)).sum(0)
+        each = [_formed(left[part], right[part], height) for left, right in turned]
+        whole = sum(each[1:], each[0]).unflatten(0, (-1, stack))
+        squares = torch.linalg.vector_norm(whole, dim=0).square_()
+        total = squares if total is None else total.add_(squares)
+    assert total is not None
     return total
+
+
+def _formed(row: Tensor, column: Tensor, height: int) -> Tensor:
+    """(n, rows, columns)."""
+    if row.dim() == 2:
+        return _placed(row, column.to(wide(column.dtype)), height)
+    return split.product(row.mT, column)
 
 
 def _placed(ids: Tensor, delta: Tensor, size: int) -> Tensor:

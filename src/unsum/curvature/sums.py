@@ -14,7 +14,9 @@ from unsum.curvature.pieces import Matrix, Piece, Side, gram, pieces, squares
 from unsum.curvature.squared import squared
 from unsum.errors import UnsupportedError
 from unsum.factors.factors import Factors
+from unsum.factors.scale import Scale
 from unsum.kernels.product import wide
+from unsum.seams.tensors import norms_of
 
 Setting = Literal["expand", "reduce"]
 
@@ -26,19 +28,22 @@ class Pair:
 
     a: Tensor  # (stack, i, i) or (stack, i): Σ a aᵀ over positions that got a gradient
     delta: Tensor  # (stack, o, o) or (stack, o): Σ δ δᵀ
-    total: Tensor  # (stack, i): Σ a, which a bias needs
     count: Tensor  # (stack,): how many positions
+    total: Tensor | None = None  # (stack, i): Σ a, if there may be a bias
 
     def add(self, other: Pair) -> None:
         """More of them."""
-        for name in ("a", "delta", "total", "count"):
-            getattr(self, name).add_(getattr(other, name).to(getattr(self, name)))
+        for name, value in other.tensors().items():
+            mine = getattr(self, name)
+            mine.add_(value.to(mine))
 
     def copy(self) -> Pair:
-        return Pair(*(tensor.clone() for tensor in self.tensors().values()))
+        return Pair(**{name: value.clone() for name, value in self.tensors().items()})
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"a": self.a, "delta": self.delta, "total": self.total, "count": self.count}
+        """By name."""
+        found = {"a": self.a, "delta": self.delta, "count": self.count, "total": self.total}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -71,20 +76,23 @@ class Sums:
         self._kind, self._setting, self._max_side = kind, setting, max_side
         self.parameters: dict[str, ParameterSums] = {}
         self.n = 0
-        self.off: dict[tuple[str, Side], Tensor] = {}  # of weights' sides: how far Σ δ is from their bias's gradient
-        self.finite: Tensor | None = None  # not finite if anything of the last batch was not
-        self._deltas: dict[str, dict[Side, Tensor]] = {}  # of this backward, by weight: (n, …), Σ_t δ
-        self._shifts: dict[str, Tensor] = {}  # the same of biases: their gradients
+        self.off: dict[
+            tuple[str, Side], Tensor | float
+        ] = {}  # of weights' sides: how far Σ δ is from the bias's gradient
+        self.finite: Tensor | None = None  # not finite if anything is not
+        self._met: dict[str, dict[Side, list[Piece]]] = {}  # of this backward: weights that wait for their bias
+        self._shifts: dict[str, tuple[Tensor | None, Tensor]] = {}  # biases that wait for their weight: δ, gradients
 
     def begin(self, n: int, again: bool) -> None:
         """A backward begins."""
         self.n += n
-        self._deltas, self._shifts, self.finite = {}, {}, None
+        self._met, self._shifts, self.finite = {}, {}, None
 
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
         known = self.parameters.get(name)
-        if not factors.terms()[0][1]:  # nothing reached it
+        ((_, terms),) = factors.terms()
+        if not terms:  # nothing reached it
             if known is None:
                 self.parameters[name] = ParameterSums(factors.shape)
             return
@@ -100,29 +108,25 @@ class Sums:
             )
         else:
             for piece in found:
-                self._add(known, piece)
+                self._add(known, piece, with_total=name in self._biases)
             if name in self._biases:
-                self._deltas[name] = _summed(found)
+                by_side = self._met[name] = {}
+                for piece in found:
+                    by_side.setdefault(piece.input, []).append(piece)
+                self._compare(name)
 
     def end(self, left: Sequence[str]) -> None:
-        """The backward is over: a bias that got what its weight's δ add up to is one more column of the weight."""
-        for weight, bias in self._biases.items():
-            deltas, shift = self._deltas.get(weight, {}), self._shifts.get(bias)
-            for side in sorted({*deltas, *(side for name, side in self.off if name == weight)}):
-                delta = deltas.get(side)
-                if delta is None and shift is None:
-                    continue
-                if delta is None or shift is None or delta.numel() != shift.numel():
-                    off = torch.tensor(torch.inf)
-                else:
-                    off = (delta.flatten() - shift.flatten()).norm() / shift.norm().clamp_min(1e-30)
-                before = self.off.get((weight, side))
-                self.off[weight, side] = off if before is None else torch.maximum(before, off.to(before))
-        self._deltas, self._shifts = {}, {}
+        """The backward is over."""
+        for weight in [*self._met, *(self._weights[bias] for bias in self._shifts)]:  # one came without the other
+            for side in {*self._met.get(weight, {}), *(side for name, side in self.off if name == weight)}:
+                self.off[weight, side] = float("inf")
+        self._met, self._shifts = {}, {}
+        told = [view for each in self.parameters.values() for view in _samples_of(each)]
+        self.finite = norms_of(told).sum() if told else None
 
-    def _add(self, known: ParameterSums, piece: Piece) -> None:
-        pair = _reduced(piece, self._max_side) if self._setting == "reduce" else _expanded(piece, self._max_side)
-        self._note(pair.delta.sum() + pair.total.sum())
+    def _add(self, known: ParameterSums, piece: Piece, *, with_total: bool) -> None:
+        summed = _reduced if self._setting == "reduce" else _expanded
+        pair = summed(piece, self._max_side, with_total=with_total)
         if piece.input in known.pairs:
             known.pairs[piece.input].add(pair)
         else:
@@ -135,13 +139,31 @@ class Sums:
         else:
             each = factors.per_sample()
             value = each.abs().square().sum(0) if factors.is_complex else torch.einsum("n...,n...->...", each, each)
-            if name in self._weights:
-                self._shifts[name] = each
-        known.squares = value if known.squares is None else known.squares + value
-        self._note(value.sum())
+            if name in self._weights and self._kind != "diagonal":
+                self._shifts[name] = _shift_of(factors), each
+                self._compare(self._weights[name])
+        known.squares = value if known.squares is None else known.squares.add_(value)
 
-    def _note(self, value: Tensor) -> None:
-        self.finite = value if self.finite is None else self.finite + value.to(self.finite)
+    def _compare(self, weight: str) -> None:
+        """Whether a bias got what its weight's δ add up to: then it is one more column of the weight. Where both were
+        made of one tensor, there is nothing to add up."""
+        bias = self._biases[weight]
+        if weight not in self._met or bias not in self._shifts:
+            return
+        by_side, (delta, shift) = self._met.pop(weight), self._shifts.pop(bias)
+        for side in {*by_side, *(side for name, side in self.off if name == weight)}:
+            found = by_side.get(side, [])
+            if len(found) == 1 and delta is not None and found[0].is_made_of(delta):
+                off: Tensor | float = 0.0
+            else:
+                off = _distance(found, shift)
+            before = self.off.get((weight, side), 0.0)
+            if isinstance(off, float) and isinstance(before, float):
+                self.off[weight, side] = max(off, before)
+            else:
+                self.off[weight, side] = torch.maximum(
+                    *(torch.as_tensor(x, device=shift.device) for x in (off, before))
+                )
 
     def paired(self) -> dict[str, Bias]:
         """Of weights: the bias that got what their δ add up to, in every batch."""
@@ -154,23 +176,49 @@ class Sums:
         return found
 
 
-def _expanded(piece: Piece, max_side: int) -> Pair:
+def _samples_of(each: ParameterSums) -> list[Tensor]:
+    """Numbers that are not finite if anything summed is not."""
+    if each.matrix is None:
+        return [] if each.squares is None else [each.squares]
+    sides = [side for pair in each.pairs.values() for side in (pair.a, pair.delta)]
+    return [side if side.dim() == 2 else side.diagonal(dim1=1, dim2=2) for side in sides]
+
+
+def _shift_of(factors: Factors) -> Tensor | None:
+    """The δ of which a bias's gradient is the sum, if it is that."""
+    ((share, terms),) = factors.terms()
+    if len(terms) == 1 and isinstance(terms[0], Scale) and terms[0].x is None and share.scale is None:
+        return terms[0].delta
+    return None
+
+
+def _distance(found: Sequence[Piece], shift: Tensor) -> Tensor | float:
+    """How far Σ_t δ of these pieces is from a bias's gradients, relative to these."""
+    if not found:
+        return float("inf")
+    each = [piece.apart(piece.delta.sum(1, dtype=wide(piece.delta.dtype))).flatten() for piece in found]
+    delta = sum(each[1:], each[0])
+    if delta.numel() != shift.numel():
+        return float("inf")
+    return (delta - shift.flatten()).norm() / shift.norm().clamp_min(1e-30)
+
+
+def _expanded(piece: Piece, max_side: int, *, with_total: bool) -> Pair:
     """Every position is one of its own."""
     stack, counts = piece.matrix.stack, piece.counts
-    count = piece.apart(counts).sum((0, 2))
+    total = None
     if piece.is_table:
         seen = torch.zeros(piece.inputs, dtype=wide(piece.delta.dtype), device=piece.delta.device)
-        seen.index_add_(0, piece.a.flatten(), counts.flatten().to(seen.dtype))
-        a = total = seen[None]
-        total = total.clone()
+        a = seen.index_add_(0, piece.a.flatten(), counts.flatten().to(seen.dtype))[None]
+        total = a.clone() if with_total else None
     else:
         met = piece.a * counts.unsqueeze(-1)
         a = _side(met, stack, max_side)
-        total = piece.apart(met).sum((0, 2), dtype=wide(met.dtype))
-    return Pair(a, _side(piece.delta, stack, max_side), total, count.to(torch.float64))
+        total = piece.apart(met).sum((0, 2), dtype=wide(met.dtype)) if with_total else None
+    return Pair(a, _side(piece.delta, stack, max_side), piece.apart(counts).sum((0, 2)), total)
 
 
-def _reduced(piece: Piece, max_side: int) -> Pair:
+def _reduced(piece: Piece, max_side: int, *, with_total: bool) -> Pair:
     """A sample's positions are one: its inputs averaged, its gradients added up."""
     counts, dtype = piece.counts, wide(piece.delta.dtype)
     has = counts.sum(1, keepdim=True)
@@ -180,23 +228,11 @@ def _reduced(piece: Piece, max_side: int) -> Pair:
         mean.scatter_add_(1, piece.a, share)
     else:
         mean = torch.einsum("nt,nti->ni", share, piece.a.to(dtype))
-    one = Piece(mean[:, None], piece.delta.sum(1, keepdim=True, dtype=dtype), piece.matrix, piece.input)
-    return Pair(
-        _side(one.a, one.matrix.stack, max_side),
-        _side(one.delta, one.matrix.stack, max_side),
-        one.apart(one.a[:, 0]).sum(0),
-        one.apart(has[:, 0] > 0).sum(0).to(torch.float64),
-    )
+    delta, stack = piece.delta.sum(1, keepdim=True, dtype=dtype), piece.matrix.stack
+    total = piece.apart(mean).sum(0) if with_total else None
+    count = piece.apart(has[:, 0] > 0).sum(0)
+    return Pair(_side(mean[:, None], stack, max_side), _side(delta, stack, max_side), count, total)
 
 
 def _side(x: Tensor, stack: int, max_side: int) -> Tensor:
     return gram(x, stack) if x.shape[-1] <= max_side else squares(x, stack)
-
-
-def _summed(found: Sequence[Piece]) -> dict[Side, Tensor]:
-    """(n, stack·o): Σ_t δ of all positions, by the side that met the input."""
-    sums: dict[Side, Tensor] = {}
-    for piece in found:
-        each = piece.apart(piece.delta.sum(1, dtype=wide(piece.delta.dtype))).flatten(1)
-        sums[piece.input] = sums[piece.input] + each if piece.input in sums else each
-    return sums
