@@ -260,7 +260,9 @@ def test_bad_reads():
     with pytest.raises(OptionError, match="weighted_sum"):
         g["weight"].weighted_sum([1.0, 2.0, 3.0, 4.0])
     with pytest.raises(OptionError, match="dot"):
-        g["weight"].dot(torch.zeros(2, 3))
+        g["weight"].dot([torch.zeros(2, 3)])
+    with pytest.raises(SamplesError, match="shape"):
+        g["weight"].dot(torch.zeros(3, 2))
     with pytest.raises(OptionError, match="project"):
         g["weight"].project(0, 0)
     with pytest.raises(OptionError, match="gave 0.5"):

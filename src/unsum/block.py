@@ -62,7 +62,7 @@ class GradientsBlock:
             if hasattr(reducer, "reset"):
                 reducer.reset()
             if hasattr(reducer, "order_by"):
-                reducer.order_by(chosen.by_id.values())
+                reducer.order_by({name: chosen.unique[key] for key, name in chosen.by_id.items()})
         self._saved = Saved()
         self._sides = Sides(self._model, self._saved)
         self._forward = Forward(self._names, options.samples, self._sides, verify=options.verify)

@@ -16,8 +16,8 @@ from unsum.errors import OptionError, UnsupportedError
 from unsum.fingerprint import changed
 from unsum.gathered import Gradients
 
-Kind = Literal["ekfac", "kfac", "diagonal"]
 KINDS = ("ekfac", "kfac", "diagonal")
+Kind = Literal["ekfac", "kfac", "diagonal"]
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def from_tensors(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> 
                 tensors[f"{side}/delta/{name}"].clone(),
                 tensors[f"{side}/count/{name}"].clone(),
                 tensors.get(f"{side}/total/{name}"),
-            )  # fmt: skip
+            )
             for side in told["sides"]
         }
         matrix = None if told["matrix"] is None else Matrix(*told["matrix"])

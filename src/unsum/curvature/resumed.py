@@ -40,6 +40,7 @@ class Resumed:
             sums.parameters = from_tensors(self._tensors, self._manifest)
             sums.n = self._manifest["n"]
             sums.off = {(name, side): float(value) for name, side, value in self._manifest["off"]}
+            sums.without_squares = set(self._manifest["without_squares"])
         return int(self._batches[0])
 
     def begin_correction(self, corrected: Corrected) -> int:
@@ -57,6 +58,7 @@ class Resumed:
             return
         off = [[*key, float(value)] for key, value in sums.off.items()]
         tensors, told = to_tensors(sums.parameters), {"n": sums.n, "off": off, "options": self._options}
+        told["without_squares"] = sorted(sums.without_squares)
         if corrected is not None:
             tensors |= {f"corrected/{name}": value for name, value in corrected.sums.items()}
             told["corrected"] = corrected.n

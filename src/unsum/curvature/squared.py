@@ -44,14 +44,12 @@ def _turned(piece: Piece, rows: Tensor | None, columns: Tensor | None, *, bias: 
 
 def _in(piece: Piece, x: Tensor, basis: Tensor | None, one_more: float, is_longer: bool) -> Tensor:
     """(n·stack, t, k) times (stack, k, l); with one more number in front of the basis where it is longer. What is
-    narrow on a GPU stays so: rounding an eigenvector moves 1e-6 of the mean eigenvalue, and the damping is 0.1 of it."""
+    narrow on a GPU stays so: rounding an eigenvector moves 1e-6 of the mean eigenvalue, of which damping is 0.1."""
     stack, dtype = piece.matrix.stack, x.dtype if x.is_cuda and x.dtype == torch.bfloat16 else wide(x.dtype)
     if basis is None:
         x = x.to(dtype)
         return pad(x, (0, 1), value=one_more) if is_longer else x
-    basis = basis.to(dtype)
-    if x.is_cuda and basis.shape[-1] % _ALIGNED:
-        basis = pad(basis, (0, -basis.shape[-1] % _ALIGNED))  # other widths take slow kernels
+    basis = _aligned(basis.to(dtype))
     shift = basis[:, -1] if is_longer and one_more else None
     basis = basis[:, : x.shape[-1]]
     if stack == 1:
@@ -71,8 +69,15 @@ def _of_ids(piece: Piece, basis: Tensor | None, bias: Side | None) -> Tensor:
     """Rows that were looked up: their rows of the basis."""
     if basis is None:
         return piece.a
+    basis = _aligned(basis)
     found = basis[0][piece.a].to(wide(piece.delta.dtype))
     return found + basis[0, -1] if bias == piece.input else found
+
+
+def _aligned(basis: Tensor) -> Tensor:
+    """With zeros beside it on a GPU, where other widths take slow kernels."""
+    short = -basis.shape[-1] % _ALIGNED if basis.is_cuda else 0
+    return pad(basis, (0, short)) if short else basis
 
 
 def _of_one_position(row: Tensor, column: Tensor, stack: int) -> Tensor:

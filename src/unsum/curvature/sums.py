@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from unsum.kernels.product import wide
 from unsum.seams.tensors import norms_of
 
 Setting = Literal["expand", "reduce"]
+SMALL = 1 << 22  # numbers, up to which gradients wait to be squared together
 
 
 @dataclass(eq=False)
@@ -80,13 +81,17 @@ class Sums:
             tuple[str, Side], Tensor | float
         ] = {}  # of weights' sides: how far Σ δ is from the bias's gradient
         self.finite: Tensor | None = None  # not finite if anything is not
+        self.without_squares: set[str] = (
+            set()
+        )  # biases that were in their weight's block in some batch, without a doubt
         self._met: dict[str, dict[Side, list[Piece]]] = {}  # of this backward: weights that wait for their bias
-        self._shifts: dict[str, tuple[Tensor | None, Tensor]] = {}  # biases that wait for their weight: δ, gradients
+        self._shifts: dict[str, Factors] = {}  # biases that wait for their weight
+        self._small: dict[str, Tensor] = {}  # gradients (n, …) that are squared together when the backward is over
 
     def begin(self, n: int, again: bool) -> None:
         """A backward begins."""
         self.n += n
-        self._met, self._shifts, self.finite = {}, {}, None
+        self._met, self._shifts, self._small, self.finite = {}, {}, {}, None
 
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
@@ -100,7 +105,7 @@ class Sums:
         if known is None or (known.matrix is None and known.squares is None):
             known = self.parameters[name] = ParameterSums(factors.shape, found[0].matrix if found else None)
         if known.matrix is None:
-            self._add_squares(name, known, factors)
+            self._take_squares(name, factors)
         elif found is None or found[0].matrix != known.matrix:
             raise UnsupportedError(
                 f"{name}: its gradients were outer products in an earlier batch and are none now.\n"
@@ -120,6 +125,9 @@ class Sums:
         for weight in [*self._met, *(self._weights[bias] for bias in self._shifts)]:  # one came without the other
             for side in {*self._met.get(weight, {}), *(side for name, side in self.off if name == weight)}:
                 self.off[weight, side] = float("inf")
+        for bias, factors in self._shifts.items():
+            self._add_squares(bias, factors.per_sample())
+        self._add_small()
         self._met, self._shifts = {}, {}
         told = [view for each in self.parameters.values() for view in _samples_of(each)]
         self.finite = norms_of(told).sum() if told else None
@@ -132,17 +140,38 @@ class Sums:
         else:
             known.pairs[piece.input] = pair
 
-    def _add_squares(self, name: str, known: ParameterSums, factors: Factors) -> None:
-        found = pieces(factors)
-        if found is not None:
-            value = squared(found).reshape(factors.shape)
+    def _take_squares(self, name: str, factors: Factors) -> None:
+        """Of a parameter that is covered by its diagonal, or of a bias that waits for its weight."""
+        if name in self._weights and self._kind != "diagonal":
+            self._shifts[name] = factors
+            self._compare(self._weights[name])
+        elif (found := pieces(factors)) is not None:
+            self._put_squares(name, squared(found).reshape(factors.shape))
         else:
-            each = factors.per_sample()
-            value = each.abs().square().sum(0) if factors.is_complex else torch.einsum("n...,n...->...", each, each)
-            if name in self._weights and self._kind != "diagonal":
-                self._shifts[name] = _shift_of(factors), each
-                self._compare(self._weights[name])
+            self._add_squares(name, factors.per_sample())
+
+    def _add_squares(self, name: str, each: Tensor) -> None:
+        if each.is_complex():
+            self._put_squares(name, each.abs().square().sum(0))
+        elif each.numel() > SMALL:
+            self._put_squares(name, torch.linalg.vector_norm(each, dim=0).square_())
+        else:
+            self._small[name] = each
+
+    def _put_squares(self, name: str, value: Tensor) -> None:
+        known = self.parameters[name]
         known.squares = value if known.squares is None else known.squares.add_(value)
+
+    def _add_small(self) -> None:
+        """Those of one shape together."""
+        alike: dict[tuple[Any, ...], list[str]] = {}
+        for name, each in self._small.items():
+            alike.setdefault((each.shape, each.dtype, each.device), []).append(name)
+        for names in alike.values():
+            squares = torch.linalg.vector_norm(torch.stack([self._small[name] for name in names]), dim=1).square_()
+            for name, value in zip(names, squares.unbind(), strict=True):
+                self._put_squares(name, value)
+        self._small = {}
 
     def _compare(self, weight: str) -> None:
         """Whether a bias got what its weight's δ add up to: then it is one more column of the weight. Where both were
@@ -150,20 +179,26 @@ class Sums:
         bias = self._biases[weight]
         if weight not in self._met or bias not in self._shifts:
             return
-        by_side, (delta, shift) = self._met.pop(weight), self._shifts.pop(bias)
+        by_side, factors = self._met.pop(weight), self._shifts.pop(bias)
+        delta, shift = _shift_of(factors), None
         for side in {*by_side, *(side for name, side in self.off if name == weight)}:
             found = by_side.get(side, [])
             if len(found) == 1 and delta is not None and found[0].is_made_of(delta):
                 off: Tensor | float = 0.0
             else:
+                shift = factors.per_sample() if shift is None else shift
                 off = _distance(found, shift)
             before = self.off.get((weight, side), 0.0)
             if isinstance(off, float) and isinstance(before, float):
                 self.off[weight, side] = max(off, before)
             else:
                 self.off[weight, side] = torch.maximum(
-                    *(torch.as_tensor(x, device=shift.device) for x in (off, before))
+                    *(torch.as_tensor(x, device=factors.device) for x in (off, before))
                 )
+        if shift is None:
+            self.without_squares.add(bias)
+        else:
+            self._add_squares(bias, shift)  # perhaps it is not in the block in the end
 
     def paired(self) -> dict[str, Bias]:
         """Of weights: the bias that got what their δ add up to, in every batch."""
@@ -173,6 +208,12 @@ class Sums:
             loose = 1e-8 if bias.squares is not None and bias.squares.dtype == torch.float64 else 2e-2
             if known.matrix is not None and float(off) <= loose:
                 found[weight] = Bias(self._biases[weight], bias.shape, side)
+        for weight, name in self._biases.items():
+            if name in self.without_squares and weight not in found:
+                raise UnsupportedError(
+                    f"{name} got what the gradients at the output of {weight} add up to in some batches, and something "
+                    "else in others.\n  fit with kind='diagonal', or leave it out (params=)"
+                )
         return found
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,3 +68,19 @@ def dots(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Tensor:
 def is_number(value: Any) -> bool:
     """Whether this is a real number, and no bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def schedule_damping(learning_rates: Iterable[float], weight_decay: float = 0.0) -> float:
+    """The damping that training itself amounts to: 1 / Σ learning rates + weight decay. Directions of less curvature
+    than that were hardly moved by so many steps.
+
+    Examples:
+        >>> schedule_damping([0.1] * 50, weight_decay=0.01)
+        0.21
+    """
+    rates = [float(rate) for rate in learning_rates]
+    if not rates or any(not 0 <= rate < float("inf") for rate in rates) or not sum(rates):
+        raise OptionError("schedule_damping takes the learning rate of every step: numbers, 0 or more, and not all 0")
+    if not is_number(weight_decay) or not 0 <= weight_decay < float("inf"):
+        raise OptionError(f"weight_decay={weight_decay!r}: a number, 0 or more")
+    return 1 / math.fsum(rates) + weight_decay

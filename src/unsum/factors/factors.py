@@ -72,7 +72,7 @@ class Factors:
         self.is_complex = parameter.is_complex()
         self._is_over = is_over  # whether the backward is: until then nobody's part may still come
         self.shape = tuple(parameter.shape)
-        self.dtype, self._device = wide(parameter.dtype), parameter.device  # what reads are given in
+        self.dtype, self.device = wide(parameter.dtype), parameter.device  # what reads are given in
         self._shares, self._shared = shares, shared
         self._sq_norms: Tensor | None = None  # once they are known, and the sum that came with them
         self._sum: Tensor | None = None
@@ -111,7 +111,7 @@ class Factors:
             raise SamplesError(f"got {tuple(w.shape)} weights for {self.n} samples")
         parts, first = [], 0
         for share in self._shares:
-            own = w[first : first + share.n].to(self._device, self.dtype)
+            own = w[first : first + share.n].to(self.device, self.dtype)
             parts += [share.times(kind.weighted_sum(own)) for kind in share.kinds]
             first += share.n
         return sum(parts[1:], parts[0]).to(self.dtype) if parts else self._zeros(*self.shape)
@@ -180,7 +180,7 @@ class Factors:
             return self._dot_tensor(other[None])[:, 0]
         if tuple(other.shape[1:]) != self.shape or other.dim() != len(self.shape) + 1:
             raise SamplesError(f"{self.name} has shape {self.shape}; got {tuple(other.shape)}, not (m, *shape)")
-        other = other.detach().to(self._device, self.dtype)
+        other = other.detach().to(self.device, self.dtype)
         parts = [
             s.times(total.dot_dense(s.kinds, other)) if s.kinds else self._zeros(s.n, len(other)) for s in self._shares
         ]
@@ -188,7 +188,7 @@ class Factors:
 
     def token_dots(self, other: Tensor) -> Tensor:
         """(n, t, m): inner products of each position's part with m tensors of the parameter's shape."""
-        other = other.detach().to(self._device, self.dtype)
+        other = other.detach().to(self.device, self.dtype)
         parts = [share.times(self._known(total.token_dots(kind, other))) for share, kind in self._alone()]
         return _joined(_padded(parts))
 
@@ -202,7 +202,7 @@ class Factors:
         if not isinstance(k, int) or k < 1:
             raise OptionError(f"project(k={k!r}): k is a whole number, 1 or more")
         wanted = sides(self.shape, k)
-        return self.projected(k, None if wanted is None else projection(self.name, seed, *wanted, self._device))
+        return self.projected(k, None if wanted is None else projection(self.name, seed, *wanted, self.device))
 
     def projected(self, k: int, matrices: tuple[Tensor, Tensor] | None) -> Tensor:
         """(n, k·k) by these matrices, of which `sides` tells the sizes; of several parameters after each other
@@ -280,7 +280,7 @@ class Factors:
         return found
 
     def _zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=self.dtype, device=self._device)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
 
 def kept_numbers(shape: Sequence[int], k: int) -> int:

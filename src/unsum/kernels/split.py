@@ -9,18 +9,23 @@ from torch import Tensor
 
 from unsum.kernels.twins import wide
 
+LARGE = 1 << 20  # numbers of a product's smaller factor, from which parts are faster
 _NARROW = (torch.bfloat16, torch.float16)
 _PARTS = {2: ((0, 0), (0, 1), (1, 0)), 3: ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0))}  # that are multiplied
 
 
 def gram(x: Tensor) -> Tensor:
     """xᵀx of (rows, k), or of (stack, rows, k), in float32 at least."""
-    if not x.is_cuda or x.dtype == torch.float64:
-        x = x.to(wide(x.dtype))
-        return x.mT @ x
-    if x.dtype in _NARROW:
+    if x.is_cuda and x.dtype in _NARROW:
         return multiply(x.mT, x)
-    return gram_of_parts(split(x, 3))
+    x = x.to(wide(x.dtype))
+    return gram_of_parts(split(x, 3)) if _pays(x, x.shape[-1], x.shape[-1]) else x.mT @ x
+
+
+def _pays(x: Tensor, inner: int, outer: int) -> bool:
+    """Whether parts are faster: for large matrices, where the user has not allowed torch less precise products."""
+    is_plain = x.is_cuda and x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    return is_plain and inner * outer >= LARGE
 
 
 def gram_of_parts(parts: list[Tensor]) -> Tensor:
@@ -32,12 +37,11 @@ def gram_of_parts(parts: list[Tensor]) -> Tensor:
 
 def product(x: Tensor, y: Tensor, parts: int = 2) -> Tensor:
     """x @ y, or of stacks of them, in float32 at least."""
-    if not x.is_cuda or torch.float64 in (x.dtype, y.dtype):
-        dtype = wide(torch.promote_types(x.dtype, y.dtype))
-        return x.to(dtype) @ y.to(dtype)
-    if x.dtype in _NARROW and x.dtype == y.dtype:
+    if x.is_cuda and x.dtype in _NARROW and x.dtype == y.dtype:
         return multiply(x, y)
-    return product_of_parts(split(x, parts), split(y, parts))
+    dtype = wide(torch.promote_types(x.dtype, y.dtype))
+    x, y = x.to(dtype), y.to(dtype)
+    return product_of_parts(split(x, parts), split(y, parts)) if _pays(x, x.shape[-1], y.shape[-1]) else x @ y
 
 
 def product_of_parts(xs: list[Tensor], ys: list[Tensor]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,17 @@ from unsum.reducers.tap import Shape, Tap
 
 
 class Project(Reading):
-    """Random projections: k·k numbers for each parameter. Their inner products are, on average, those of gradients.
+    """Random projections: K numbers for each sample, whose inner products are, on average, those of gradients.
+
+    A parameter of more than k² elements is mapped to k² numbers (outer products from both sides, no gradient is formed),
+    a smaller one is kept as it is: K = Σ min(elements, k²) over the parameters, side by side by name. With `dim`, K is
+    what you say: the smallest k that gives as many numbers or more is taken, and what is too many is added up, with
+    random signs, in random places.
+
+    Args:
+        k: Numbers on each side of a parameter's projection.
+        seed: Of the random matrices: the same for the same names and seed, on every device.
+        dim: The number of columns of `matrix()`, instead of k.
 
     Examples:
         >>> import unsum
@@ -25,16 +36,31 @@ class Project(Reading):
         ...     model(torch.ones(5, 3)).sum().backward()
         >>> g[unsum.Project].matrix().shape
         torch.Size([5, 4])
+        >>> with unsum.gradients(model, unsum.Project(dim=3)) as g:
+        ...     model(torch.ones(5, 3)).sum().backward()
+        >>> g[unsum.Project].matrix().shape
+        torch.Size([5, 3])
     """
 
     _adds = True
     power, by_position, by_name = 1, False, True
 
-    def __init__(self, k: int = 16, seed: int = 0) -> None:
-        if not isinstance(k, int) or k < 1:
-            raise OptionError(f"Project(k={k!r}): k is a whole number, 1 or more")
-        self._k, self._seed = k, seed
+    def __init__(self, k: int | None = None, seed: int = 0, *, dim: int | None = None) -> None:
+        for name, value in (("k", k), ("dim", dim)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise OptionError(f"Project({name}={value!r}): {name} is a whole number, 1 or more")
+        if k is not None and dim is not None:
+            raise OptionError(
+                f"Project(k={k}, dim={dim}): give k, the numbers on each side, or dim, the columns in all"
+            )
+        self._k, self._seed, self._dim = 16 if k is None else k, seed, dim
         super().__init__()
+
+    def order_by(self, parameters: Mapping[str, Tensor]) -> None:
+        """The block's parameters: a number of columns tells k."""
+        super().order_by(parameters)
+        if self._dim is not None:
+            self._k = _smallest([tuple(p.shape) for p in parameters.values()], self._dim)
 
     reads = ("matrix()",)
 
@@ -74,9 +100,30 @@ class Project(Reading):
         return {name: self._in_order(parts) for name, parts in self._in_models_order(self._parts).items()}
 
     def matrix(self) -> Tensor:
-        """(n, K): the parameters side by side, by name."""
+        """(n, K): the parameters side by side, by name; or (n, dim)."""
         parts = self.by_parameter()
-        return torch.cat([parts[name] for name in sorted(parts)], 1)
+        whole = torch.cat([parts[name] for name in sorted(parts)], 1)
+        return whole if self._dim is None else _folded(whole, self._dim, self._seed)
+
+
+def _smallest(shapes: Sequence[Shape], dim: int) -> int:
+    """The smallest k that leaves as many numbers or more; where all that there are do not suffice, all are kept."""
+    most = max((prod(shape) for shape in shapes), default=1)
+    k = 1
+    while sum(kept_numbers(shape, k) for shape in shapes) < dim and k * k < most:
+        k += 1
+    return k
+
+
+def _folded(whole: Tensor, dim: int, seed: int) -> Tensor:
+    """(n, dim): each column is added, with a random sign, to one of dim, as evenly as can be."""
+    n, columns = whole.shape
+    if columns <= dim:
+        return torch.nn.functional.pad(whole, (0, dim - columns))
+    generator = torch.Generator().manual_seed(seed)
+    place = torch.randperm(columns, generator=generator) % dim
+    sign = torch.randint(0, 2, (columns,), generator=generator) * 2 - 1
+    return whole.new_zeros(n, dim).index_add_(1, place.to(whole.device), whole * sign.to(whole))
 
 
 @lru_cache(maxsize=256)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -72,9 +72,9 @@ class Reduction:
         self._positions: int | None = None
         self.left_out: list[str] = []
 
-    def order_by(self, names: Iterable[str]) -> None:
+    def order_by(self, parameters: Mapping[str, Tensor]) -> None:
         """The block's parameters, in the model's order, which is that of results as well."""
-        self._parameter_names = tuple(names)
+        self._parameter_names = tuple(parameters)
 
     def _in_models_order(self, found: Mapping[str, Value]) -> dict[str, Value]:
         """What was found of each parameter, in the model's order instead of that of backward."""
