@@ -75,7 +75,7 @@ def schedule_damping(learning_rates: Iterable[float], weight_decay: float = 0.0)
     than that were hardly moved by so many steps.
 
     Examples:
-        >>> schedule_damping([0.1] * 50, weight_decay=0.01)
+        >>> round(schedule_damping([0.1] * 50, weight_decay=0.01), 6)
         0.21
     """
     rates = [float(rate) for rate in learning_rates]

@@ -19,8 +19,8 @@ from unsum.reducers.tap import Shape, Tap
 class Project(Reading):
     """Random projections: K numbers for each sample, whose inner products are, on average, those of gradients.
 
-    A parameter of more than k² elements is mapped to k² numbers (outer products from both sides, no gradient is formed),
-    a smaller one is kept as it is: K = Σ min(elements, k²) over the parameters, side by side by name. With `dim`, K is
+    A parameter of more than k² elements is mapped to k² numbers (outer products from both sides, none formed), a
+    smaller one is kept as it is: K = Σ min(elements, k²) over the parameters, side by side by name. With `dim`, K is
     what you say: the smallest k that gives as many numbers or more is taken, and what is too many is added up, with
     random signs, in random places.
 
