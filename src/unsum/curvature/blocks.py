@@ -60,26 +60,22 @@ class Block:
         return self._acted(values, self.eigenvalues)
 
     def solve(self, values: Mapping[str, Tensor], damping: float) -> dict[str, Tensor]:
-        """The inverse of the damped block times gradients."""
-        damped = self.eigenvalues + damping
-        largest = float(damped.max()) if damped.numel() else 0.0
-        is_zero = damped <= largest * self.precision
-        if bool(is_zero.any()):
-            moved = self._into(values)
-            if bool(
-                (
-                    moved.abs() * is_zero
-                    > self.precision * moved.abs().amax(tuple(range(1, moved.dim())), keepdim=True)
-                ).any()
-            ):
+        """The inverse of the damped block times gradients. Without damping, what lies where eigenvalues are zero must
+        be zero itself."""
+        moved, damped = self._into(values), self.eigenvalues + damping
+        if not damping and damped.numel():
+            largest = float(damped.max())
+            is_zero = damped <= largest * self.precision
+            sizes = moved.abs().amax(tuple(range(1, moved.dim())), keepdim=True)
+            if bool((moved.abs() * is_zero > self.precision * sizes).any()):
+                why = f"smallest eigenvalue {float(damped.min()):.3g}, largest {largest:.3g}"
                 raise OptionError(
-                    f"{self.name}: its block is singular with damping {damping:g} (smallest eigenvalue "
-                    f"{float(self.eigenvalues.min()):.3g}, largest {float(self.eigenvalues.max()):.3g}"
-                    f"{'; nothing reached it in the data of the fit' if largest <= damping else ''}).\n"
-                    "  give a damping: c.solve(g, damping=1e-3), or None for 0.1 of each block's mean eigenvalue"
+                    f"{self.name}: its block is singular and there is no damping "
+                    f"({why if largest else 'nothing reached it in the data of the fit'}).\n"
+                    "  give a damping above 0: c.solve(g, damping=1e-3)"
                 )
             damped = damped.masked_fill(is_zero, torch.inf)
-        return self._acted(values, 1 / damped)
+        return self.out_of(moved * (1 / damped).to(moved))
 
     def _acted(self, values: Mapping[str, Tensor], factor: Tensor) -> dict[str, Tensor]:
         return self.out_of(self._into(values) * factor.to(next(iter(values.values()))))
