@@ -265,7 +265,9 @@ class GaussNewton:
 
     def _roots(self, outputs: Tensor, batch: Any) -> list[Tensor]:
         """Vectors of the outputs' shape of which Σ r rᵀ is the second derivative, in every sample."""
-        n, size = len(outputs), outputs[:1].numel()
+        n, size, given = len(outputs), outputs[:1].numel(), outputs
+        is_any = isinstance(self._likelihood, Convex)
+        outputs = outputs if is_any else outputs.double()  # a loss of the user's may mind
         columns = []
         for k in range(size):
             one = outputs.new_zeros(n, size)
@@ -273,13 +275,13 @@ class GaussNewton:
             columns.append(self._likelihood.hessian(outputs, batch, one.view(outputs.shape)).reshape(n, size))
         matrix = torch.stack(columns, -1).double()
         values, directions = torch.linalg.eigh((matrix + matrix.mT) / 2)
-        if bool((values < -1e-4 * values.abs().amax(1, keepdim=True)).any()):
+        if is_any and bool((values < -1e-4 * values.abs().amax()).any()):
             raise UnsupportedError(
                 "the loss is not convex in the outputs (its second derivative has a negative eigenvalue): there is no "
                 "Gauss–Newton matrix"
             )
         roots = directions * values.clamp_min(0).sqrt()[:, None]
-        return [root.view(outputs.shape).to(outputs) for root in roots.unbind(-1)]
+        return [root.view(outputs.shape).to(given) for root in roots.unbind(-1)]
 
     def _probed_trace(self) -> float:
         """The mean of vᵀ M v over vectors of random signs."""
