@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,13 +22,12 @@ from test_watch import noise_scale
 from trainer_runs import Each, Run
 from unsum.training.run_file import read
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[processes.Ranks]:
-    with processes.started(2) as groups:
-        yield groups[2]
+@pytest.fixture
+def two(ranks: dict[int, processes.Ranks]) -> processes.Ranks:
+    return ranks[2]
 
 
 def quietly() -> None:
