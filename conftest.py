@@ -3,8 +3,10 @@
 import importlib.util
 import os
 from collections.abc import Iterable
+from typing import Any
 from unittest import SkipTest
 
+import pytest
 import torch
 from sybil import Document, Example, Region, Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
@@ -15,6 +17,39 @@ if not torch.cuda.is_available():  # before anything imports triton
 
 
 collect_ignore = [] if importlib.util.find_spec("lightning") else ["src/unsum/integrations/lightning.py"]
+
+
+# Files whose tests share what takes long to make: with --dist loadgroup each group runs in one process. The mark for
+# that, xdist_group, is lost under pytest 9.2, whose tests no longer have the attribute that pytest-xdist 3.8 changes.
+TOGETHER = {
+    "tests/test_demo.py": "demo",
+    "tests/test_clip_ranks.py": "ranks",
+    "tests/test_private_sampling.py": "ranks",
+    "tests/test_ranks.py": "ranks",
+    "tests/test_trainers_ranks.py": "ranks",
+    "tests/test_wrappers.py": "ranks",
+}
+
+
+class _WithGroups:
+    """What xdist asks where it is there."""
+
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        if config.getoption("dist") != "loadgroup":
+            return None
+        from xdist.scheduler import LoadGroupScheduling
+
+        class Groups(LoadGroupScheduling):
+            def _split_scope(self, nodeid: str) -> str:
+                return TOGETHER.get(nodeid.split("::")[0], nodeid)
+
+        return Groups(config, log)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hand xdist the groups."""
+    if config.pluginmanager.hasplugin("xdist"):
+        config.pluginmanager.register(_WithGroups())
 
 
 class Needs:

@@ -7,6 +7,8 @@ import logging
 import pytest
 import torch
 
+import processes
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _thawed_at_the_end():
@@ -20,6 +22,13 @@ def _few_objects_to_collect(_thawed_at_the_end):
     most of the work of every test that collects or counts objects."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """{2: two processes, 3: three}, for `ranks[2].run(check, ...)`. They start with the first check, for all files."""
+    with processes.started(2, 3) as groups:
+        yield groups
 
 
 @pytest.fixture

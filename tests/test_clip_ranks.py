@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.multiprocessing as processes
 from torch import nn
 
 import unsum
@@ -15,8 +14,7 @@ def assert_alike(ours, wanted):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
-def run_rank(rank, store, as_views):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def run_rank(rank, as_views):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)), torch.randn(6, 4)
     alone, own = copy.deepcopy(model), x[rank::2]
@@ -44,10 +42,9 @@ def run_rank(rank, store, as_views):
     dp.step()
     moved = [before - after for before, after in zip(alone.parameters(), model.parameters(), strict=True)]
     assert_alike([4 * each.detach() for each in moved], wanted)  # a sum over ranks, over the expected batch
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("as_views", [False, True])
-def test_two_processes_with_ddp_clip_as_one(tmp_path, as_views):
-    processes.spawn(run_rank, (str(tmp_path / "store"), as_views), nprocs=2)
+def test_two_processes_with_ddp_clip_as_one(ranks, as_views):
+    ranks[2].run(run_rank, as_views)

@@ -17,8 +17,6 @@ from unsum.demo.train import encode, losses, word_losses
 from unsum.draw.entering import Named, find
 from unsum.graph.nodes import ordered
 
-pytestmark = pytest.mark.xdist_group("demo")  # one process trains its model, once
-
 
 @pytest.fixture(scope="module")
 def corpus():

@@ -48,6 +48,44 @@ def test_ids_of_every_other_step() -> None:
     assert [record.ids[0] for record in watch.history] == [0, 20, 40]
 
 
+def test_ids_outlive_a_close_too_many() -> None:
+    model, watch = net(), None
+    watch = unsum.watch(model, every=2)
+    for k in range(3):
+        watch.note({"id": torch.arange(4) + 10 * k})
+        watch.close()  # of no step
+        watch.open()
+        loss(model, torch.randn(4, 6)).backward()
+        watch.close()
+        watch.close()
+    assert [record.ids[0] for record in watch.history] == [0, 20]
+
+
+def test_two_backwards_through_one_output_are_refused_with_the_way_out() -> None:
+    model, x = net(), torch.randn(5, 6)
+
+    def step() -> None:
+        out = model(x)
+        out[:, 0].sum().backward(retain_graph=True)
+        out.square().sum().backward()
+
+    watch = unsum.watch(model)
+    for block in (watch, unsum.clip_per_sample(model, verify=False), unsum.gradients(model, unsum.Norms(), keep=True)):
+        with pytest.raises(unsum.errors.SamplesError, match="second backward") as told:
+            with block:
+                step()
+        assert "add the losses, and call backward once" in str(told.value)
+        assert "keep=" not in str(told.value)
+    with watch:
+        loss(model, x).backward()
+    with pytest.warns(UserWarning, match="add the losses, and call backward once"):
+        with watch:
+            step()
+        refused = watch.last
+    assert refused.norms is None
+    assert {(layer.norm, layer.largest) for layer in refused.layers.values()} == {(None, None)}  # not of one of the two
+
+
 def test_batches_that_are_fetched_ahead_have_no_ids() -> None:
     model = net()
     watch = unsum.watch(model)

@@ -1,15 +1,8 @@
 """Under torch.compile, DDP and FSDP2 the names are those of the user's own model, and what flows is seen."""
 
-import contextlib
-import os
-import socket
-import tempfile
-import traceback
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from reference import per_sample_gradients
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -86,52 +79,34 @@ def test_a_model_that_is_exported_inside_a_block_is_refused():
             torch.export.export(model, (torch.randn(3, 4),), strict=True)
 
 
-def _free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+def check(rank, kind):
+    torch.manual_seed(1)
+    x = torch.randn(2, 3, 4)[rank]
+    plain = make()
+    truth = captured(plain, x)
+    model = make()
+    if kind == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    else:
+        from torch.distributed.fsdp import fully_shard
 
-
-def _worker(rank, port, kind, folder):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    try:
-        torch.manual_seed(1)
-        x = torch.randn(2, 3, 4)[rank]
-        plain = make()
-        truth = captured(plain, x)
-        model = make()
-        if kind == "ddp":
-            wrapped = nn.parallel.DistributedDataParallel(model)
-        else:
-            from torch.distributed.fsdp import fully_shard
-
-            mesh = dist.init_device_mesh("cpu", (2,))
-            for layer in (model[0], model[2]):
-                fully_shard(layer, mesh=mesh)
-            wrapped = fully_shard(model, mesh=mesh)
-        names = SITES
-        with unsum.capture(wrapped, *names) as got:
-            wrapped(x).square().sum().backward()
-        for site in names:
-            torch.testing.assert_close(got[site], truth[site], msg=site)  # the rank's own, before any averaging
-        with unsum.edit(wrapped, {"0:output": unsum.zero()}):
-            edited = wrapped(x)
-        torch.testing.assert_close(edited, plain[2](torch.zeros(3, 4)))
-        if kind == "ddp":
-            grads = [torch.zeros_like(plain[2].weight.grad) for _ in range(2)]
-            dist.all_gather(grads, plain[2].weight.grad)
-            torch.testing.assert_close(model[2].weight.grad, sum(grads) / 2)
-        _by_sample(wrapped, plain, x)
-        with open(f"{folder}/{rank}", "w") as file:
-            file.write("fine")
-    except BaseException:
-        with open(f"{folder}/{rank}", "w") as file:
-            file.write(traceback.format_exc())
-    finally:
-        with contextlib.suppress(Exception):
-            dist.barrier()
-        os._exit(0)  # the verdict is in the file; gloo's threads may abort an orderly exit
+        mesh = dist.init_device_mesh("cpu", (2,))
+        for layer in (model[0], model[2]):
+            fully_shard(layer, mesh=mesh)
+        wrapped = fully_shard(model, mesh=mesh)
+    names = SITES
+    with unsum.capture(wrapped, *names) as got:
+        wrapped(x).square().sum().backward()
+    for site in names:
+        torch.testing.assert_close(got[site], truth[site], msg=site)  # the rank's own, before any averaging
+    with unsum.edit(wrapped, {"0:output": unsum.zero()}):
+        edited = wrapped(x)
+    torch.testing.assert_close(edited, plain[2](torch.zeros(3, 4)))
+    if kind == "ddp":
+        grads = [torch.zeros_like(plain[2].weight.grad) for _ in range(2)]
+        dist.all_gather(grads, plain[2].weight.grad)
+        torch.testing.assert_close(model[2].weight.grad, sum(grads) / 2)
+    _by_sample(wrapped, plain, x)
 
 
 def _by_sample(wrapped, plain, x):
@@ -167,10 +142,5 @@ def _by_sample(wrapped, plain, x):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_two_processes(kind):
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, args=(_free_port(), kind, folder), nprocs=2)
-        for rank in range(2):
-            with open(f"{folder}/{rank}") as file:
-                told = file.read()
-            assert told == "fine", told
+def test_two_processes(kind, ranks):
+    ranks[2].run(check, kind)

@@ -59,13 +59,13 @@ class Watch(TrainerCallback):
         if self._updates and optimizer is not None:
             self.watch.follow(optimizer)
         division = self.watch.division
-        divides, ranks = _divides(model), 1
-        division.reads = _number_of_items if divides else None
+        ranks = 1
+        division.reads = _number_of_items if _divides(model) else _one_where_handed
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.watch.group = torch.distributed.group.WORLD
             ranks = torch.distributed.get_world_size() if args.average_tokens_across_devices else 1
-        division.times = 1 / ranks
-        division.by_micro_batches = not _is_handed_items(model)  # else the Trainer does not divide
+        division.times = 1 / ranks  # by which the Trainer multiplies the losses of models that are handed the number
+        division.by_micro_batches = True  # by which it divides those of the others
         _put_first(self, inspect.currentframe())
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -104,13 +104,6 @@ def _inside(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _is_handed_items(model: Any) -> bool:
-    """Whether the Trainer hands `num_items_in_batch` to this model, and then divides by nothing itself."""
-    parameters = inspect.signature(_inside(model).forward).parameters.values()
-    said = getattr(_inside(model), "accepts_loss_kwargs", None)
-    return any(p.kind is p.VAR_KEYWORD for p in parameters) if said is None else bool(said)
-
-
 def _divides(model: Any) -> bool:
     """Whether a model that is handed `num_items_in_batch` divides its loss by it: through transformers' own loss
     functions. Others average over each micro-batch."""
@@ -123,6 +116,11 @@ def _divides(model: Any) -> bool:
 def _number_of_items(kwargs: Mapping[str, Any]) -> Any:
     """What the Trainer tells the model to divide its loss by."""
     return kwargs.get("num_items_in_batch")
+
+
+def _one_where_handed(kwargs: Mapping[str, Any]) -> float | None:
+    """The same of a model that is told, and does not divide."""
+    return None if kwargs.get("num_items_in_batch") is None else 1.0
 
 
 def _put_first(callback: Watch, frame: FrameType | None) -> None:

@@ -111,7 +111,7 @@ class Reduction:
         if again and not self._adds:
             raise SamplesError(
                 f"{type(self).__name__}: a second backward through the same samples; what it gives does not add up.\n"
-                "  add the losses before one backward, or keep the factors (keep=True)"
+                "  add the losses, and call backward once"
             )
         if not again:
             self._sizes.append(n)

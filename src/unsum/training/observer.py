@@ -181,6 +181,7 @@ class Observer:
         """Put all numbers into one tensor, and send it to the host. `averaging` is the process group that has averaged
         `.grad`, if there is one: what is the ranks' together is added up over them, in one collective."""
         parts, weights = self._names.parts, []
+        ranks = 1 if averaging is None else torch.distributed.get_world_size(averaging)
         for name in self._found:
             weights.append(local(parts.get(name, self._found.parameters[name]).detach()))
         names, squares = self._norms.table() if sum(self._sizes) else ([], torch.zeros(0, 0))
@@ -191,7 +192,9 @@ class Observer:
             (_norms(weights) if weights else torch.zeros(0)).square().double(),
         ]
         if averaging is not None:
+            together[0] = self._with_weight(sums)
             together = _over_ranks(together, averaging, weights[0].device, whole=not parts)
+            together[0] = _of_one_weight(together[0], ranks)
         rows = [] if self._flowing is None else self._flowing.rows
         shapes = _by_shape(rows)
         copy = Copy(
@@ -201,7 +204,7 @@ class Observer:
         return Packed(
             copy, rows, shapes, names, self._grad_names, list(self._found), self._sizes,
             micro_batches=self._division.micro_batches(len(self._losses)),
-            ranks=1 if averaging is None else torch.distributed.get_world_size(averaging),
+            ranks=ranks,
             refused=None if self._block.refused is None else str(self._block.refused),
         )  # fmt: skip
 
@@ -211,6 +214,22 @@ class Observer:
         if not self._is_mean or not squares.numel():
             return squares.sum()
         return squares.sum() / self._sizes[0] ** 2 if len(set(self._sizes)) == 1 else squares.sum() * math.nan
+
+    def _with_weight(self, sums: Tensor) -> Tensor:
+        """(4,): what a sample's gradient was divided by in this process's part of the step's gradient, and its square,
+        join the sums over its samples."""
+        size = self._sizes[0] if self._is_mean and self._sizes else 1
+        known = self._division.micro_batches(len(self._losses)) * size
+        weight = sums.new_full((), known) * (1.0 if self._division.factor is None else self._division.factor)
+        return torch.cat([sums, torch.stack([weight, weight.square()])])
+
+
+def _of_one_weight(sums: Tensor, ranks: int) -> Tensor:
+    """(2,): Σ of squared norms over all ranks' samples, and how many these are. The first is NaN where samples of
+    different ranks do not have the same weight in the step's gradient: the last two are Σ of weights and of squares."""
+    squares, samples, weights, square_weights = sums.unbind()
+    differ = ranks * square_weights - weights.square() > 1e-9 * weights.square()
+    return torch.stack([torch.where(differ, math.nan, squares), samples])
 
 
 def averaging_group(model: nn.Module) -> Any:

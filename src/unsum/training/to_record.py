@@ -87,7 +87,7 @@ def _layers(seen: Observed) -> dict[str, Layer]:
     for kind, norms in (("weight", seen.weights), ("grad", seen.grads)):
         if norms:
             put(kind, list(norms), torch.tensor(list(norms.values()), dtype=torch.float64).square())
-    if seen.squares.numel():
+    if seen.squares.numel() and seen.refused is None:
         put("norm", seen.names, seen.squares)
     sums: dict[tuple[str, str], tuple[float, int]] = {}
     for rows, total, _ in seen.rows:

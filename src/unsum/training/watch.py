@@ -86,7 +86,7 @@ class Watch:
         self._history: deque[Record] = deque(maxlen=history)
         self._steps: deque[_Step] = deque()  # whose records are not complete
         self._opened: tuple[Opened[Any], Observer] | None = None
-        self._number, self._ended = -1, 0.0
+        self._number, self._ended, self._is_under_way = -1, 0.0, False  # under way: a step, watched or not
         self._told: set[str] = set()
         atexit.register(_weakly(self.flush))  # records whose numbers are on their way when the program ends
         self.group: Any = None  # the processes that average this model's gradients, where a trainer says so
@@ -102,6 +102,7 @@ class Watch:
         if self._opened is not None:
             raise OptionError("watch: a step is open already; close() it first")
         self._number = self._number + 1 if step is None else step
+        self._is_under_way = True
         if self._number % self._every:
             return self
         self._complete(wait=len(self._steps) >= _WAITING)
@@ -124,13 +125,13 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        named = self._ids.take() if self._is_under_way else Named()  # a close too many leaves them to the next step
+        self._is_under_way = False
         if self._opened is None:
-            self._ids.take()  # of a step that was not watched
             return
         (opened, observer), self._opened = self._opened, None
         opened.__exit__(kind, error, trace)
         self._looks.has_checkpoints |= observer.has_checkpoints()
-        named = self._ids.take()
         if error is not None or not observer.has_seen():
             return
         now = time.perf_counter()
