@@ -111,6 +111,21 @@ class GradientsBlock:
         return self._tapping
 
     @property
+    def model(self) -> nn.Module:
+        """The model itself, inside what others have put around it."""
+        return self._model
+
+    @property
+    def sets_grad_aside(self) -> bool:
+        """Whether `.grad` is out of the way while a backward runs."""
+        return not self._options.grad
+
+    @property
+    def last_call(self) -> int:
+        """The number of the outermost call under way, or of the last one."""
+        return self._forward.call
+
+    @property
     def has_checkpoints(self) -> bool:
         """Whether a part of the model was under a checkpoint."""
         return self._saved.is_needed

@@ -89,7 +89,7 @@ class ClipBlock(GradientsBlock):
         super().__init__(model, replace(options, reducers=(self.reducer,), verify=bool(self._asks)))
 
     def __enter__(self) -> Gradients:
-        if any(isinstance(block, ClipBlock) and block._model is self._model for block in seams.here()):
+        if any(isinstance(block, ClipBlock) and block.model is self.model for block in seams.here()):
             raise OptionError(
                 f"{self._clipping.name}: this model's gradients are being clipped already, in a block that is open: of "
                 "two bounds only one would hold.\n  leave the other block first"

@@ -63,7 +63,7 @@ class Record:
     loss: float | None = None  # the sum of what was differentiated, without the scale of a GradScaler
     norms: Tensor | None = None  # (n,): of each sample's gradient, over all chosen parameters; None where refused
     ids: list[int | str] = field(default_factory=list)
-    noise_scale: float | None = None  # tr Σ / |G|², unbiased; None for one sample
+    noise_scale: float | None = None  # tr Σ / |G|², unbiased; None for one sample, or where `.grad` is not the sum
     outliers: list[int | str] = field(default_factory=list)  # ids of samples with norms far above the others'
     nonfinite: NonFinite | None = None
     layers: dict[str, Layer] = field(default_factory=dict)
