@@ -3,6 +3,7 @@ its next step."""
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -141,8 +142,16 @@ def listed(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def refuse_unserved(model: nn.Module, scaler: object) -> None:
+def refuse_unserved(model: nn.Module, optimizer: object, scaler: object) -> None:
     """Raise where private training would not be private, or cannot be done."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptionError(f"unsum.private: optimizer={type(optimizer).__name__}: expected a torch.optim.Optimizer")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise UnsupportedError(
+            f"unsum.private: {type(optimizer).__name__} calls a closure, and looks at the data several times in a "
+            "step: each time would need noise of its own.\n  use an optimizer that steps without one"
+        )
     if scaler is not None:
         raise UnsupportedError(
             "unsum.private: scaler=: a GradScaler skips steps by the size of gradients, which tells about the data.\n"
