@@ -25,7 +25,7 @@ def record(seen: Observed, step: int, named: Named, outliers: Outliers, samples:
         found.norms = seen.squares.sum(0).sqrt() if seen.names else torch.zeros(n, dtype=torch.float64)
         found.noise_scale = noise_scale(seen.all_squares, seen.total, seen.all_samples, seen.weights_of)
         found.outliers = [ids[row] for row in outliers(found.norms)]
-        texts = dict(zip(named.ids, named.texts, strict=False))
+        texts = dict(zip(ids, named.texts, strict=True)) if len(named.texts) == n else {}
         found.texts = {each: texts[each] for each in found.outliers if each in texts}
     found.layers = _layers(seen)
     found.nonfinite = _nonfinite(seen, found, samples)

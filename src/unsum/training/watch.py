@@ -212,6 +212,8 @@ class Watch:
             step.record.seconds = step.seconds
             if step.record.refused is not None:
                 self._tell(step.record.refused, step.record.refused)
+            elif (misfit := step.named.misfit(step.record.ids)) is not None:
+                self._tell("ids", misfit)
             if step.record.nonfinite is not None:
                 self._tell("nonfinite", f"a value is not finite in step {step.number}: {step.record.nonfinite}")
         if step.updates:
@@ -295,9 +297,9 @@ def watch(
         interacting: "error" refuses a model in which samples interact (batch norm in training), in the first step;
             later, a step that is refused has no norms, and a warning says why. "exact" takes each sample's part of the
             loss.
-        ids: Where a batch has its samples' ids: a key, or a function of the batch. Used by `watch.loader(loader)` and
-            `watch.note(batch)`. Without it, the keys "id", "ids", "idx" and "index" are tried; else ids are row numbers
-            of the step.
+        ids: Where a batch has its samples' ids: a key or an attribute, or a function of the batch. Used by
+            `watch.loader(loader)` and `watch.note(batch)`. Without it, the keys "id", "ids", "idx" and "index" are
+            tried; else ids are row numbers of the step.
         text: Where a batch has its samples' texts, likewise: records of outliers then have them.
         threshold: How far an outlier is from the others (`unsum.training.outliers` states the rule).
         window: How many samples' norms the rule looks at.
