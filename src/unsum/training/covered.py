@@ -4,9 +4,7 @@ its next step."""
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +13,8 @@ from unsum.choice import choose, first_names
 from unsum.errors import OptionError, SamplesError, UnsupportedError
 from unsum.seams.tensors import have_hooks, version_of
 from unsum.sites import Names
+from unsum.training.updates import innermost
+from unsum.training.weakly import weakly
 
 _SHOWN = 6  # names that are listed
 
@@ -110,18 +110,8 @@ class Left:
 
 def before_step(optimizer: torch.optim.Optimizer, method: Callable[[], None]) -> None:
     """Call a method before every step of an optimizer, as long as its object lives."""
-    known = weakref.WeakMethod(method)
-
-    def hook(*_: Any) -> None:
-        if (call := known()) is not None:
-            call()
-
-    inner: Any = optimizer
-    while isinstance(
-        getattr(inner, "optimizer", None), torch.optim.Optimizer
-    ):  # which others have put something around
-        inner = inner.optimizer
-    inner.register_step_pre_hook(hook)
+    call = weakly(method)
+    innermost(optimizer).register_step_pre_hook(lambda *_: call())
 
 
 def refuse_unprotected(covered: dict[str, nn.Parameter]) -> None:

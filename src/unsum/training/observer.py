@@ -127,6 +127,10 @@ class Observer:
         """Whether a part of the model was under a checkpoint."""
         return self._block.has_checkpoints
 
+    def lacks_backward(self) -> bool:
+        """Whether the model was called, and no backward came."""
+        return self._block.lacks_backward
+
     def has_seen(self) -> bool:
         """Whether there was a backward of this model."""
         return bool(self._losses)

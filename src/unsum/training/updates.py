@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from unsum.errors import OptionError
 from unsum.sites import Names
 from unsum.training.step_gradient import copies, distances
+from unsum.training.weakly import weakly
 
 
 class Updates:
@@ -30,18 +30,11 @@ class Updates:
         """Tell when a step of this optimizer begins (its number, and whether it is given a closure), and ends."""
         own, number = innermost(optimizer), len(self._optimizers)
         self._optimizers.append(own)
-        begun, ended = weakref.WeakMethod(begins), weakref.WeakMethod(ends)  # a hook keeps nobody alive
-
-        def before(_: Any, args: Any, kwargs: Any) -> None:
-            if (call := begun()) is not None:
-                call(number, len(args) > 1 or kwargs.get("closure") is not None)
-
-        def after(*_: Any) -> None:
-            if (call := ended()) is not None:
-                call(number)
-
-        own.register_step_pre_hook(before)
-        own.register_step_post_hook(after)
+        begun, ended = weakly(begins), weakly(ends)
+        own.register_step_pre_hook(
+            lambda _, args, kwargs: begun(number, len(args) > 1 or kwargs.get("closure") is not None)
+        )
+        own.register_step_post_hook(lambda *_: ended(number))
 
     def copy(self, number: int) -> None:
         """Keep what the parameters of an optimizer are now, unless something is kept of them."""

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from unsum.training.outliers import Outliers
 from unsum.training.record import Record
 from unsum.training.sinks import Sink, Sinks
 from unsum.training.updates import Updates
+from unsum.training.weakly import weakly
 
 _WAITING = 8  # steps whose numbers may be on their way from a GPU
 
@@ -88,7 +88,7 @@ class Watch:
         self._opened: tuple[Opened[Any], Observer] | None = None
         self._number, self._ended = -1, 0.0
         self._told: set[str] = set()
-        atexit.register(_weakly(self.flush))  # records whose numbers are on their way when the program ends
+        atexit.register(weakly(self.flush))  # records whose numbers are on their way when the program ends
         self.group: Any = None  # the processes that average this model's gradients, where a trainer says so
         self._updates = Updates(model)
         self._moved: dict[str, Tensor] = {}  # by optimizers that step while the block is open
@@ -139,6 +139,9 @@ class Watch:
         self._looks.has_checkpoints |= observer.has_checkpoints()
         named = self._ids.take()
         if error is not None or not observer.has_seen():
+            if error is None and observer.lacks_backward():
+                self._tell("backward", "the model was called in a step without a backward, which has no record: call "
+                           "loss.backward() inside the block, too")  # fmt: skip
             return
         now = time.perf_counter()
         seconds, self._ended = now - self._ended if self._ended else None, now
@@ -334,15 +337,3 @@ def watch(
         model, options, every=every, sinks=Sinks(to), optimizers=updates.read(optimizer), layers=layers,
         ids=Ids(ids, text), outliers=Outliers(threshold, window), history=history,
     )  # fmt: skip
-
-
-def _weakly(method: Callable[[], None]) -> Callable[..., None]:
-    """A hook that does not keep the method's object alive."""
-    known = weakref.WeakMethod(method)
-
-    def hook(*_: Any) -> None:
-        call = known()
-        if call is not None:
-            call()
-
-    return hook
