@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from unsum.errors import OptionError
+from unsum.nested import children
 
 _KEYS = ("id", "ids", "idx", "index")
 
@@ -86,11 +87,9 @@ def _read(batch: Any, where: Any, keys: Sequence[str], name: str) -> list[Any]:
 
 def _members(batch: Any) -> Mapping[Any, Any]:
     """What a batch has by name: a dict, a dataclass or a named tuple."""
-    if isinstance(batch, Mapping):
-        return batch
-    if is_dataclass(batch):
-        return {each.name: getattr(batch, each.name) for each in fields(batch)}
-    return batch._asdict() if isinstance(batch, tuple) and hasattr(batch, "_asdict") else {}
+    if isinstance(batch, tuple):
+        return {name: getattr(batch, name) for name in getattr(batch, "_fields", ())}
+    return {} if isinstance(batch, list) else dict(children(batch))
 
 
 def _listed(values: Any, where: str) -> list[Any]:
