@@ -102,6 +102,11 @@ def test_no_noise_scale_where_all_gradients_are_zero() -> None:
     assert watch.last.noise_scale is None
 
 
+def test_medians_leave_out_what_is_not_a_number() -> None:
+    record = unsum.training.Record(0, norms=torch.tensor([1.0, torch.nan, 2.0, 4.0, 3.0]), ids=[0, 1, 2, 3, 4])
+    assert record.scalars()["norm/median"] == 2.5 and "2.5 median, nan largest (sample 1)" in str(record)
+
+
 def moved(before: Sequence[Tensor], layer: nn.Linear) -> float:
     now = [p.detach() for p in layer.parameters()]
     return float(torch.cat([(a - b).flatten() for a, b in zip(now, before, strict=True)]).norm())

@@ -49,7 +49,7 @@ def noise_scale(squares: float, total: float, n: int, weights: tuple[float, floa
         -2.667
     """
     once, twice = weights or (float(n), float(n))
-    if n < 2 or math.isnan(squares + total + once) or once**2 <= twice:
+    if n < 2 or not math.isfinite(squares + total + once) or once**2 <= twice:
         return None
     mean_square = squares / n
     signal = (total - twice * mean_square) / (once**2 - twice)

@@ -323,6 +323,8 @@ def watch(
             raise OptionError(f"watch: {name}={value!r}: a whole number, 1 or more")
     if not isinstance(threshold, int | float) or not threshold > 0:
         raise OptionError(f"watch: threshold={threshold!r}: a positive number")
+    if not isinstance(layers, bool):
+        raise OptionError(f"watch: layers={layers!r}: True or False; params= chooses parameters")
     if interacting not in ("error", "exact"):
         raise OptionError(f"watch: interacting={interacting!r}: choose 'error' or 'exact'")
     if loss_reduction not in (None, "mean"):
