@@ -94,6 +94,21 @@ def test_no_noise_scale_if_hooks_change_or_clear_gradients() -> None:
         assert watch.last.noise_scale is None and watch.last.norms.all()
 
 
+def test_the_noise_scale_beside_blocks_that_look_and_that_edit() -> None:
+    model = net()
+    for _ in range(3):  # the first is compared with torch's gradients, by hooks
+        one, two = unsum.watch(model), unsum.watch(model)
+        each = per_sample_gradients(model, loss, rows(6))
+        with one, two, unsum.capture(model, "0.weight:grad"):
+            loss(model, rows(6)).backward()
+        for watch in (one, two):
+            assert watch.last.noise_scale == pytest.approx(noise_scale(each), rel=1e-3)
+        with one, unsum.edit(model, {"0.weight:grad": unsum.scale(10.0)}):
+            loss(model, rows(6)).backward()
+        assert one.last.noise_scale is None
+        model.zero_grad()
+
+
 def test_no_noise_scale_where_all_gradients_are_zero() -> None:
     model = net()
     watch = unsum.watch(model)

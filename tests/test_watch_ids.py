@@ -92,3 +92,15 @@ def test_texts_without_ids() -> None:
     assert found.outliers == [5] and found.texts == {5: "text 5"}
     with pytest.warns(UserWarning, match="2 texts were found in the batches of a step with 8 samples"):
         assert record({"words": ["a", "b"]}, x, text="words").texts == {}
+
+
+def test_a_text_that_no_file_can_hold(tmp_path) -> None:
+    x = torch.ones(8, 4)
+    x[5] = 1000.0
+    model = nn.Linear(4, 1)
+    watch = unsum.watch(model, text="words", to=tmp_path / "run.jsonl")
+    watch.note({"words": ["broken \ud800"] * 8})
+    with watch:
+        model(x).sum().backward()
+    watch.report(tmp_path / "run.html")
+    assert watch.last.texts == {5: "broken ?"} and "broken ?" in (tmp_path / "run.html").read_text(encoding="utf-8")

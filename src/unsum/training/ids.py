@@ -58,7 +58,8 @@ class Ids:
         if self._is_stopped:
             return
         self._found.ids += _read(batch, self._ids, _KEYS, "ids")
-        self._found.texts += _read(batch, self._text, (), "text")
+        texts = _read(batch, self._text, (), "text")
+        self._found.texts += [str(text).encode("utf-8", "replace").decode() for text in texts]  # what files can hold
 
     def take(self) -> Named:
         """What was found since the last step."""

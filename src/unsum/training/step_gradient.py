@@ -10,9 +10,10 @@ from torch import Tensor
 
 from unsum import seams
 from unsum.block import GradientsBlock
+from unsum.flow.flow import Flow
 from unsum.gathered import Gradients
 from unsum.seams.sharding import local
-from unsum.seams.tensors import have_hooks, norms_of, version_of
+from unsum.seams.tensors import have_foreign_hooks, norms_of, version_of
 from unsum.sites import Names
 
 
@@ -51,8 +52,8 @@ class StepGradient:
             for name, grad in there.items():
                 self._kept[name] = self._kept[name] + grad if name in self._kept else grad
             there = dict(self._kept)
-        elif not self._names.parts and have_hooks(list(self._found.parameters.values())):
-            self.is_whole = False  # hooks may have changed it, or cleared it
+        if self._may_be_changed():
+            self.is_whole = False
         for name, grad in there.items():
             grad = grad - self._before[name] if name in self._before else grad
             there[name] = grad - shared[name] if name in shared and name not in self._names.parts else grad
@@ -67,6 +68,14 @@ class StepGradient:
             if grad is not None:
                 found[name] = local(grad.detach())
         return found
+
+    def _may_be_changed(self) -> bool:
+        """Whether a hook, or an edit of parameters' gradients, may have changed or cleared what has arrived."""
+        if any(
+            isinstance(block, Flow) and block.receiver.edits and block.waits_at_parameters for block in seams.here()
+        ):
+            return True
+        return not self._names.parts and have_foreign_hooks(list(self._found.parameters.values()))
 
     def _is_set_aside(self) -> bool:
         """Whether a block that clips, say, holds `.grad` while the backward runs."""
