@@ -104,3 +104,17 @@ def test_what_was_asked_is_forgotten_with_the_model():
     del model
     gc.collect()
     assert len(clip._verified) == before
+
+
+def test_a_backward_after_the_block_is_told():
+    model = nn.Linear(3, 1)
+    with pytest.warns(UserWarning, match="no backward came: nothing is clipped"), unsum.clip_per_sample(model):
+        model(torch.ones(2, 3)).sum()
+    with unsum.clip_per_sample(model), torch.no_grad():  # which has none
+        model(torch.ones(2, 3))
+    watch = unsum.watch(model)
+    with pytest.warns(UserWarning, match="without a backward, which has no record"), watch:
+        model(torch.ones(2, 3)).sum()
+    with watch, torch.no_grad():
+        model(torch.ones(2, 3))
+    assert watch.last is None

@@ -124,7 +124,7 @@ def test_pickling_says_why_not() -> None:
     block = unsum.gradients(model)
     with block as g:
         model(torch.randn(5, 3)).sum().backward()
-    for thing in (block, g, unsum.watch(model)):
+    for thing in (block, g, g["0.weight"], unsum.watch(model)):
         with pytest.raises(TypeError, match="pickled"):
             pickle.dumps(thing)
 

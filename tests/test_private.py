@@ -220,6 +220,42 @@ def test_epsilon_is_that_of_dp_accounting_and_near_that_of_opacus():
     assert direct <= rdp.get_epsilon(delta=1e-5) <= 1.5 * direct  # a looser bound
 
 
+@pytest.mark.filterwarnings("ignore:unsum.private")
+def test_epsilon_of_a_run_that_goes_on_with_other_noise_counts_each_step_with_its_own():
+    accounting = pytest.importorskip("dp_accounting")
+    from dp_accounting import pld
+
+    first = stepped(3, noise_multiplier=1.0, sample_rate=0.1)
+    dp = made(mlp(), noise_multiplier=2.0, sample_rate=0.05)
+    dp.load_state_dict(first.state_dict())
+    assert dp.epsilon() == first.epsilon() and "before: 3 steps with multiplier 1 at rate 0.1" in str(dp)
+    dp.step()
+    direct = pld.PLDAccountant()
+    for multiplier, rate, steps in ((1.0, 0.1, 3), (2.0, 0.05, 1)):
+        direct.compose(accounting.PoissonSampledDpEvent(rate, accounting.GaussianDpEvent(multiplier)), steps)
+    assert dp.steps == 4 and dp.epsilon() == direct.get_epsilon(1e-5)
+    without = made(mlp(), noise_multiplier=0.0)
+    without.load_state_dict(first.state_dict())
+    without.step()
+    assert without.epsilon() == math.inf
+
+
+def test_a_state_of_another_source_of_noise_is_refused():
+    given = made(mlp(), generator=torch.Generator().manual_seed(0))
+    given.step()
+    with pytest.raises(OptionError, match="generator="):
+        made(mlp(), seed=0).load_state_dict(given.state_dict())
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused():
+    model = mlp()
+    with pytest.raises(UnsumError, match="LBFGS calls a closure"):
+        unsum.private(
+            model, torch.optim.LBFGS(model.parameters()), max_norm=1.0, noise_multiplier=1.0, expected_batch=2,
+            sample_rate=0.1,
+        )  # fmt: skip
+
+
 def test_epsilon_says_what_to_install(monkeypatch):
     dp = stepped(1)
     monkeypatch.setattr("unsum.training.accountant.find_spec", lambda name: None)

@@ -319,7 +319,7 @@ def test_memory_does_not_grow(model: nn.Module) -> None:
 
 def test_bad_options(model: nn.Module) -> None:
     for options in ({"every": 0}, {"every": 1.5}, {"threshold": -1}, {"interacting": "no"}, {"loss_reduction": "sum"},
-                    {"optimizer": 3}, {"history": 0}, {"ids": 3}, {"scaler": "x"}):  # fmt: skip
+                    {"optimizer": 3}, {"history": 0}, {"ids": 3}, {"scaler": "x"}, {"layers": "0"}):  # fmt: skip
         with pytest.raises(unsum.errors.OptionError):
             unsum.watch(model, **options)
     w = unsum.watch(model)

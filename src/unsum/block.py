@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from unsum import seams
@@ -83,6 +84,7 @@ class GradientsBlock:
         self._under_way: list[tuple[bool, Run | None]] = []  # backwards: whether they add to .grad, and their hooks
         self._step: Step | Tapped | None = None  # the outermost of them
         self.passes = False  # whether calls inside the one under way need not be told
+        self._has_graphs = False  # whether a call was made whose backward may come
         self._blocks = seams.open_block(self)
         self._unwatch = seams.on_calls(self)
         self._forward.watching.open()
@@ -109,6 +111,26 @@ class GradientsBlock:
             self._model, self._module_names(), wanted, options.reducers, self._forward, grad=options.grad
         )
         return self._tapping
+
+    @property
+    def model(self) -> nn.Module:
+        """The model itself, inside what others have put around it."""
+        return self._model
+
+    @property
+    def sets_grad_aside(self) -> bool:
+        """Whether `.grad` is out of the way while a backward runs."""
+        return not self._options.grad
+
+    @property
+    def lacks_backward(self) -> bool:
+        """Whether the model was called, and no backward came."""
+        return self._has_graphs and not self._found.backwards
+
+    @property
+    def last_call(self) -> int:
+        """The number of the outermost call under way, or of the last one."""
+        return self._forward.call
 
     @property
     def has_checkpoints(self) -> bool:
@@ -148,6 +170,7 @@ class GradientsBlock:
         if name is None or self._is_deaf():
             return False
         self._forward.before(name, module, args, kwargs)
+        self._has_graphs |= torch.is_grad_enabled()
         self.passes = self._forward.passes
         return True
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
@@ -82,6 +81,12 @@ class Factors:
         """How many samples."""
         return sum(share.n for share in self._shares)
 
+    def __reduce__(self) -> str:
+        raise TypeError(
+            f"the factors of {self.name} belong to their model and its graph, and cannot be copied or pickled.\n  save "
+            "what you read of them: f.per_sample(), f.sq_norms()"
+        )
+
     def __repr__(self) -> str:
         kinds = {type(kind).__name__.lower() for share in self._shares for kind in share.kinds}
         how = f", kept as: {', '.join(sorted(kinds))}" if kinds else ", all zero: nothing reached it"
@@ -144,7 +149,8 @@ class Factors:
         if made is None:
             return self
         (share,), (sq, summed, each) = self._shares, made
-        formed = copy(self)
+        formed = object.__new__(type(self))
+        vars(formed).update(vars(self))
         formed._shares = [replace(share, kinds=[each], held=[])]
         formed._sq_norms = self._sq_norms = share.times(sq, 2)
         formed._sum = self._sum = None if summed is None else share.times(summed)

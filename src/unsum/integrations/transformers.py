@@ -47,11 +47,12 @@ class Watch(TrainerCallback):
         self._updates = bool(options.pop("optimizer", False))
         self._options = options
         self.watch: training.Watch | None = None
+        self._logged: int | None = None  # the last step whose record has joined the logs
         training.watch(nn.Linear(1, 1), **options)  # a wrong option shows here
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Training begins."""
-        options = dict(self._options)
+        options, self._logged = dict(self._options), None
         if args.torch_compile:
             options["layers"] = False  # a compiled model shows no layers
         self.watch = training.watch(model, **options)
@@ -85,9 +86,9 @@ class Watch(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """The Trainer logs: what was recorded joins in."""
         record = None if self.watch is None else self.watch.last
-        if record is None or not isinstance(logs, dict) or "loss" not in logs:
+        if record is None or not isinstance(logs, dict) or "loss" not in logs or record.step == self._logged:
             return
-        shown = record.headlines()
+        self._logged, shown = record.step, record.headlines()
         logs.update(shown)
         if state.log_history:
             state.log_history[-1].update(shown)

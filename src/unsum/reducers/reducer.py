@@ -124,6 +124,10 @@ class Reduction:
         """How many the backward under way has, or the last one had."""
         return self._sizes[self._now]
 
+    def calls_now(self) -> frozenset[int]:
+        """The forwards that the backward under way belongs to, or the last one did."""
+        return self._calls[self._now]
+
     def before_now(self) -> int:
         """How many of them come before those of the backward under way."""
         return sum(self._sizes[: self._now])

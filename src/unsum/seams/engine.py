@@ -55,7 +55,8 @@ class Backward:
 
 class Block(Protocol):
     """Something open that wants to know when a backward begins and ends. One whose `waits_at_parameters` is False does
-    not care whether torch brings gradients to parameters."""
+    not care whether torch brings gradients to parameters. One whose `sets_grad_aside` is True takes every `.grad` away
+    while the backward runs, and puts it back."""
 
     def before_backward(self, call: Backward) -> Sequence[Tensor] | None:
         """The leaves to which alone torch is to bring gradients, if no other block waits there; None for all."""
@@ -167,7 +168,7 @@ def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any,
     if depth > 1:  # torch may run backwards inside backwards on a thread of their own, if there are many
         _stash(blocks)
     try:
-        for block in blocks:
+        for block in sorted(blocks, key=_sets_grad_aside, reverse=True):  # what others read there is this backward's
             begun.append(block)
             with exactly():
                 only = block.before_backward(call)
@@ -181,9 +182,13 @@ def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any,
         _local.depth = depth - 1
         if depth > 1:
             _stash(outer)
-        for block in begun:
+        for block in sorted(begun, key=_sets_grad_aside):
             with exactly():
                 block.after_backward(failed=failed)
+
+
+def _sets_grad_aside(block: Block) -> bool:
+    return getattr(block, "sets_grad_aside", False)
 
 
 @contextlib.contextmanager

@@ -152,6 +152,14 @@ def have_hooks(parameters: Collection[nn.Parameter]) -> bool:
     return any(map(_hooks, parameters)) or any(map(_later_hooks, parameters))
 
 
+def have_foreign_hooks(parameters: Collection[nn.Parameter]) -> bool:
+    """Whether somebody else than an open block waits for the gradient of any of these, or for its accumulation."""
+    if not have_hooks(parameters):
+        return False
+    held = [hook for p in parameters for known in (_hooks(p), _later_hooks(p)) for hook in (known or {}).values()]
+    return not all(isinstance(hook, Hook) for hook in held)
+
+
 def memory_number(tensor: Tensor) -> int:
     """A number of the tensor's memory, which no other memory has as long as this one lives; -1 for a tensor subclass
     without memory of its own."""

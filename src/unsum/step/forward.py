@@ -39,7 +39,7 @@ class Forward:
         self._modules, self._parameters = list(names.modules.values()), list(names.parameters.values())
         self.inputs = Inputs(samples)
         self.calls, self.spans = OutermostCalls(), Spans()
-        self._call = 0  # the one under way, or the last
+        self.call = 0  # the outermost one under way, or the last
         self._known = KnownTensors()
         self._others = KnownTensors()  # outputs of the right size that had no samples before
         self._numbers = itertools.count()
@@ -70,9 +70,9 @@ class Forward:
             self.spans.clear()
             raise nested(name or "the model")
         self._settle()
-        self._call = next(self._numbers)
+        self.call = next(self._numbers)
         self._under_way = begun = self._begun(name, found)
-        self.inputs.begin(self._call, found)
+        self.inputs.begin(self.call, found)
         n = begun.ways[0].n if len(begun.ways) == 1 else None
         self._seen = None
         if not anew and len(begun.ways) < 2:
@@ -82,11 +82,11 @@ class Forward:
         self.watching.turn(self._seen is None)
         self.passes = self._seen is not None
         self._shapes = ", ".join(str(tuple(t.shape)) for t in given)
-        self._sides.begin(self._call, len(begun.ways))
+        self._sides.begin(self.call, len(begun.ways))
         for k, way in enumerate(begun.ways):
             begun.are_data.append(self._take_in(given, begun, way, k, is_whole=name == ""))
         self._n = n if begun.are_data and begun.are_data[0] else None  # positions, say: nobody's
-        self.calls.note(self._call, Made(self._count(), begun.positions))
+        self.calls.note(self.call, Made(self._count(), begun.positions))
 
     def _begun(self, name: str, found: Sequence[tuple[Any, Tensor]]) -> Begun:
         """What is known of a call that begins with these tensors, each with its place among the arguments."""
@@ -100,7 +100,7 @@ class Forward:
         if dim is None:
             ways = ways[:1]
         positions = positions_of(given) if dim and k == 0 else None
-        return Begun(self._call, ways, alike, rest, sizes_of(given), positions, told)
+        return Begun(self.call, ways, alike, rest, sizes_of(given), positions, told)
 
     def look(self, name: str, args: Any, kwargs: Any) -> Look:
         """What an outermost call is like, if samples lie along a dimension of what it is given."""
@@ -114,13 +114,13 @@ class Forward:
 
     def passed(self, outputs: Sequence[Tensor], n: int, positions: int | None) -> int:
         """A call that was not followed has returned these tensors, which have n samples each. Returns its number."""
-        self._call = next(self._numbers)
-        self.calls.note(self._call, Made(n, positions))
+        self.call = next(self._numbers)
+        self.calls.note(self.call, Made(n, positions))
         for tensor in outputs:
             owners = self._samples.owners(tuple(tensor.shape), n)
             if owners is not None:
-                self.know(tensor, owners, self._call)
-        return self._call
+                self.know(tensor, owners, self.call)
+        return self.call
 
     @property
     def is_inside(self) -> bool:
@@ -147,7 +147,7 @@ class Forward:
         for tensor, owners, _ in read:
             is_data = seen.is_data if seen is not None else self._sides.is_given_data([tensor], reading)
             if owners is not None and is_data:
-                inputs.remember(tensor, owners, way, self._call, reading, like=first)
+                inputs.remember(tensor, owners, way, self.call, reading, like=first)
         if seen is not None:
             return seen.is_data
         return not given or self._sides.is_given_data(given, reading)
@@ -170,9 +170,9 @@ class Forward:
         start = self.spans.end()
         if len(self.spans):
             return
-        self.calls.end(self._call, start)
+        self.calls.end(self.call, start)
         self._sides.call = None
-        call = self._call
+        call = self.call
         if self.verification is not None:
             self.verification.ask(output, self._count())
         returned = list(leaves(output))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -86,12 +87,13 @@ class ClipBlock(GradientsBlock):
         self._asks = clipping.verify
         if clipping.verify is None:
             self._asks = self._mode not in _verified.get(names.model, ())
+        self.name = clipping.name
         super().__init__(model, replace(options, reducers=(self.reducer,), verify=bool(self._asks)))
 
     def __enter__(self) -> Gradients:
-        if any(isinstance(block, ClipBlock) and block._model is self._model for block in seams.here()):
+        if any(isinstance(block, ClipBlock) and block.model is self.model for block in seams.here()):
             raise OptionError(
-                f"{self._clipping.name}: this model's gradients are being clipped already, in a block that is open: of "
+                f"{self.name}: this model's gradients are being clipped already, in a block that is open: of "
                 "two bounds only one would hold.\n  leave the other block first"
             )
         return super().__enter__()
@@ -115,7 +117,7 @@ class ClipBlock(GradientsBlock):
             raise self._cannot_be_asked(error) from None
         except InteractionError as error:
             raise InteractionError(
-                f"{self._clipping.name}: {_first_line(error)}\n  clipping bounds what one sample can do only where "
+                f"{self.name}: {_first_line(error)}\n  clipping bounds what one sample can do only where "
                 "samples stay apart: put LayerNorm or GroupNorm in the place of batch norm, say, or model.eval()"
             ) from None
 
@@ -136,7 +138,7 @@ class ClipBlock(GradientsBlock):
             row = int((~norms.isfinite()).int().argmax())
             self._take_back(step.reducing, step.planned)
             raise SamplesError(
-                f"{self._clipping.name}: the gradient of sample {row} of this backward is not finite, and no bound "
+                f"{self.name}: the gradient of sample {row} of this backward is not finite, and no bound "
                 "holds for it; .grad is as it was.\n  leave the sample out, or lower the learning rate"
             )
         sums, nobodys = self.reducer.taken(), self._nobodys(step)
@@ -170,7 +172,7 @@ class ClipBlock(GradientsBlock):
             )
             self._take_back(step.reducing, step.planned)
             raise UnsupportedError(
-                f"{self._clipping.name}: {', '.join(list(found)[:4])}: a part of the gradient belongs to no sample "
+                f"{self.name}: {', '.join(list(found)[:4])}: a part of the gradient belongs to no sample "
                 f"({what} bring it), and cannot be clipped.\n  leave it out of the loss; a penalty on the weights is "
                 "the optimizer's weight_decay="
             )
@@ -179,7 +181,7 @@ class ClipBlock(GradientsBlock):
     def _cannot_be_asked(self, error: CannotBeAsked) -> UnsupportedError:
         why = _first_line(error).removeprefix("verify=True: ")
         return UnsupportedError(
-            f"{self._clipping.name}: {why}\n  the first step runs the model again with other samples' inputs, since "
+            f"{self.name}: {why}\n  the first step runs the model again with other samples' inputs, since "
             "clipping that mixes samples protects nobody; verify=False goes without, if you know that samples do not "
             "interact"
         )
@@ -204,8 +206,15 @@ class Clip:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         block, self._block = self._block, None
-        if block is not None:
-            block.__exit__(kind, error, trace)
+        if block is None:
+            return
+        block.__exit__(kind, error, trace)
+        if error is None and block.lacks_backward:
+            warnings.warn(
+                f"{block.name}: the model was called in the block, and no backward came: nothing is clipped.\n  call "
+                "loss.backward() inside the block, too",
+                stacklevel=4,
+            )
 
 
 def clip_per_sample(

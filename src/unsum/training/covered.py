@@ -3,9 +3,8 @@ its next step."""
 
 from __future__ import annotations
 
-import weakref
+import inspect
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,8 @@ from unsum.choice import choose, first_names
 from unsum.errors import OptionError, SamplesError, UnsupportedError
 from unsum.seams.tensors import have_hooks, version_of
 from unsum.sites import Names
+from unsum.training.updates import innermost
+from unsum.training.weakly import weakly
 
 _SHOWN = 6  # names that are listed
 
@@ -109,18 +110,8 @@ class Left:
 
 def before_step(optimizer: torch.optim.Optimizer, method: Callable[[], None]) -> None:
     """Call a method before every step of an optimizer, as long as its object lives."""
-    known = weakref.WeakMethod(method)
-
-    def hook(*_: Any) -> None:
-        if (call := known()) is not None:
-            call()
-
-    inner: Any = optimizer
-    while isinstance(
-        getattr(inner, "optimizer", None), torch.optim.Optimizer
-    ):  # which others have put something around
-        inner = inner.optimizer
-    inner.register_step_pre_hook(hook)
+    call = weakly(method)
+    innermost(optimizer).register_step_pre_hook(lambda *_: call())
 
 
 def refuse_unprotected(covered: dict[str, nn.Parameter]) -> None:
@@ -141,8 +132,16 @@ def listed(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def refuse_unserved(model: nn.Module, scaler: object) -> None:
+def refuse_unserved(model: nn.Module, optimizer: object, scaler: object) -> None:
     """Raise where private training would not be private, or cannot be done."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptionError(f"unsum.private: optimizer={type(optimizer).__name__}: expected a torch.optim.Optimizer")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise UnsupportedError(
+            f"unsum.private: {type(optimizer).__name__} calls a closure, and looks at the data several times in a "
+            "step: each time would need noise of its own.\n  use an optimizer that steps without one"
+        )
     if scaler is not None:
         raise UnsupportedError(
             "unsum.private: scaler=: a GradScaler skips steps by the size of gradients, which tells about the data.\n"

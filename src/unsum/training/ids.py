@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from unsum.errors import OptionError
+from unsum.nested import children
 
 _KEYS = ("id", "ids", "idx", "index")
 
@@ -19,6 +20,15 @@ class Named:
 
     ids: list[int | str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+
+    def misfit(self, ids: Sequence[int | str]) -> str | None:
+        """Why a step that came out with these ids has others than were found, or no texts, if so."""
+        n = len(ids)
+        if self.ids and len(self.ids) != n and ids == list(range(n)):
+            return f"{len(self.ids)} ids were found in the batches of a step with {n} samples, which go by rows instead"
+        if self.texts and len(self.texts) != n:
+            return f"{len(self.texts)} texts were found in the batches of a step with {n} samples, and are left out"
+        return None
 
 
 class Ids:
@@ -48,7 +58,8 @@ class Ids:
         if self._is_stopped:
             return
         self._found.ids += _read(batch, self._ids, _KEYS, "ids")
-        self._found.texts += _read(batch, self._text, (), "text")
+        texts = _read(batch, self._text, (), "text")
+        self._found.texts += [str(text).encode("utf-8", "replace").decode() for text in texts]  # what files can hold
 
     def take(self) -> Named:
         """What was found since the last step."""
@@ -58,20 +69,37 @@ class Ids:
 
 def _read(batch: Any, where: Any, keys: Sequence[str], name: str) -> list[Any]:
     if callable(where):
-        return _listed(where(batch))
-    if not isinstance(batch, Mapping):
-        if where is not None:
-            raise OptionError(
-                f"watch: {name}={where!r} is a key, and the batch is a {type(batch).__name__}, not a dict"
-            )
-        return []
-    if where is not None and where not in batch:
-        raise OptionError(f"watch: {name}={where!r}: the batch has {', '.join(map(repr, batch))}")
-    key = where if where is not None else next((key for key in keys if key in batch), None)
-    return [] if key is None else _listed(batch[key])
+        return _listed(where(batch), f"{name}=")
+    named = _members(batch)
+    if where is None:
+        key = next((key for key in keys if key in named), None)
+        return [] if key is None or isinstance(named[key], Mapping) else _listed(named[key], repr(key))
+    if where in named:
+        return _listed(named[where], f"{name}={where!r}")
+    if not named and hasattr(batch, where):
+        return _listed(getattr(batch, where), f"{name}={where!r}")
+    if not named:
+        raise OptionError(
+            f"watch: {name}={where!r} is a key, and the batch is a {type(batch).__name__} without names.\n  give a "
+            "function of the batch"
+        )
+    raise OptionError(f"watch: {name}={where!r}: the batch has {', '.join(map(repr, named))}")
 
 
-def _listed(values: Any) -> list[Any]:
-    if isinstance(values, Tensor):
-        return values.reshape(-1).tolist()
-    return [value.item() if isinstance(value, Tensor) else value for value in values]
+def _members(batch: Any) -> Mapping[Any, Any]:
+    """What a batch has by name: a dict, a dataclass or a named tuple."""
+    if isinstance(batch, tuple):
+        return {name: getattr(batch, name) for name in getattr(batch, "_fields", ())}
+    return {} if isinstance(batch, list) else dict(children(batch))
+
+
+def _listed(values: Any, where: str) -> list[Any]:
+    """One for each sample, as plain data; of a single value, that one."""
+    if isinstance(values, Tensor) or hasattr(values, "tolist"):  # arrays, too
+        plain = (values.reshape(-1) if hasattr(values, "reshape") else values).tolist()
+        return plain if isinstance(plain, list) else [plain]
+    if values is None or isinstance(values, str | bytes | int | float):
+        return [] if values is None else [values]
+    if isinstance(values, Mapping) or not isinstance(values, Iterable):
+        raise OptionError(f"watch: {where} gives a {type(values).__name__}: a list is needed, one for each sample")
+    return [value.item() if hasattr(value, "item") else value for value in values]

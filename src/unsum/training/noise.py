@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from unsum.errors import OptionError
+
 _AT_ONCE = 1 << 20  # numbers that are made of the system's random bytes at a time
 _DRAWS = 4  # Gaussian draws that are added up for one secure number
 _BITS = 53  # of a float64's fraction
@@ -62,6 +64,10 @@ class Seeded:
         return {key: generator.get_state() for key, generator in known.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state and ("given" in state) != (self._given is not None):
+            raise OptionError(
+                "unsum.private: the state is that of a run with generator=, or this run has one: give the same option"
+            )
         for key, value in state.items():
             (self._given or self._on(torch.device(key))).set_state(value)
 

@@ -20,7 +20,8 @@ class Rows:
     spot: Spot
     shape: tuple[int, ...]
     norms: Tensor
-    microbatch: int
+    microbatch: int  # how many backwards the step had before; then the place in the order of the forwards
+    call: int = 0  # the last outermost call of the model when it flowed
 
     @property
     def site(self) -> str:
@@ -38,7 +39,8 @@ class Observed:
     squares: Tensor = field(default_factory=lambda: torch.zeros(0, 0))  # (names, n): squared norms of each one's part
     grads: dict[str, float] = field(default_factory=dict)  # norms of the step's gradient
     weights: dict[str, float] = field(default_factory=dict)  # norms of parameters
-    total: float = 0.0  # squared norm of the sum over all samples, of all ranks
+    total: float = 0.0  # squared norm of the step's gradient, of all ranks: of Σ w g over all samples
+    weights_of: tuple[float, float] = (0.0, 0.0)  # Σ w and Σ w²
     all_squares: float = 0.0  # Σ of squared norms over samples of all ranks, and how many these are
     all_samples: int = 0
     rows: list[tuple[Rows, float, int]] = field(default_factory=list)  # with Σ of squares, and the first bad row or -1
@@ -115,8 +117,9 @@ class Packed:
         scales = [float(next(values)) for _ in range(backwards)]
         factor = times * float(next(values))
         found.squares = next(values).view(len(self.names), -1 if self.names else 0) * times**2
-        squares, samples = next(values).tolist()
+        squares, samples, *weights_of = next(values).tolist()
         found.all_squares, found.all_samples = squares * times**2, round(samples)
+        found.weights_of = weights_of[0], weights_of[1]
         grads, weights = next(values), next(values)
         found.total = float(grads.sum()) * (self.ranks * factor) ** 2
         found.grads = dict(zip(self.grad_names, grads.sqrt().tolist(), strict=True))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,11 +21,11 @@ from unsum.gathered import Gradients
 from unsum.reducers import Norms
 from unsum.seams.checkpoints import ModuleCall
 from unsum.seams.sharding import local
-from unsum.seams.tensors import norms_of
 from unsum.sites import Names, parse, unwrapped
 from unsum.step.backward import Options
 from unsum.training.division import Division
 from unsum.training.observed import Copy, Packed, Rows
+from unsum.training.step_gradient import StepGradient, norms
 from unsum.training.tolerant import Tolerant
 
 
@@ -35,8 +35,9 @@ class Flowing:
 
     edits, refuses = False, None
 
-    def __init__(self, requests: Requests) -> None:
+    def __init__(self, requests: Requests, block: Tolerant) -> None:
         self.flow = Flow(requests, self)
+        self._block = block
         self.rows: list[Rows] = []
         self.micro_batch = 0
 
@@ -56,10 +57,10 @@ class Flowing:
         if tensor.layout != torch.strided or tensor.is_nested or not tensor.numel():
             return
         seen = tensor.detach()
-        norms = _in_rows(seen)
-        if norms.device.type == "cpu" and not math.isfinite(float(norms.sum())) and bool(seen.isfinite().all()):
-            norms = _in_rows(seen.double())  # of very large numbers
-        self.rows.append(Rows(spot, seen.shape, norms, self.micro_batch))
+        rows = _in_rows(seen)
+        if rows.device.type == "cpu" and not math.isfinite(float(rows.sum())) and bool(seen.isfinite().all()):
+            rows = _in_rows(seen.double())  # of very large numbers
+        self.rows.append(Rows(spot, seen.shape, rows, self.micro_batch, self._block.last_call))
 
 
 class Looks:
@@ -99,16 +100,16 @@ class Observer:
         self._is_mean = options.mean
         self._norms: Norms = options.reducers[0]  # type: ignore[assignment]
         self._names = Names(model)
-        self._flowing = None if requests is None else Flowing(requests)
+        self._flowing = None if requests is None else Flowing(requests, self._block)
         self._losses: list[Tensor] = []
         self._scales: list[Tensor] = []  # of the loss, in each micro-batch
         self._sizes: list[int] = []
-        self._grad_names: list[str] = []
-        self._grad_norms = torch.zeros(0)
-        self._before: dict[str, Tensor] = {}  # gradients that were there
+        self._calls: list[frozenset[int]] = []  # the forwards whose backward each of these was
+        self._gradient: StepGradient  # since it was opened
 
     def __enter__(self) -> Gradients:
         self._found = self._block.__enter__()
+        self._gradient = StepGradient(self._names, self._found)
         try:
             if self._flowing is not None:
                 self._flowing.flow.open()
@@ -126,6 +127,10 @@ class Observer:
         """Whether a part of the model was under a checkpoint."""
         return self._block.has_checkpoints
 
+    def lacks_backward(self) -> bool:
+        """Whether the model was called, and no backward came."""
+        return self._block.lacks_backward
+
     def has_seen(self) -> bool:
         """Whether there was a backward of this model."""
         return bool(self._losses)
@@ -133,13 +138,8 @@ class Observer:
     # ---- while the step runs --------------------------------------------------------------------------------------
 
     def _begins(self) -> None:
-        """A backward begins. What is in `.grad` before the step's first one, or was left there by somebody who cleared
-        it in between, is not the step's."""
-        there = self._grads()
-        if not there:
-            self._before = {}
-        elif not self._losses and float(_norms(list(there.values())).sum()) != 0:
-            self._before = {name: grad.clone() for name, grad in there.items()}
+        """A backward begins."""
+        self._gradient.begins()
 
     def _heard(self, call: seams.Backward) -> None:
         """A backward of this model is over."""
@@ -151,29 +151,10 @@ class Observer:
         self._losses.append(loss if scale is None else loss / scale)  # type: ignore[arg-type]
         self._scales.append(torch.ones(1) if scale is None else torch.as_tensor(scale).reshape(1))
         self._sizes.append(self._norms.size_now() if self._block.refused is None else 0)
+        self._calls.append(self._norms.calls_now() if self._block.refused is None else frozenset())
         if self._flowing is not None:
             self._flowing.micro_batch += 1
-        grads = self._own_grads()
-        norms = _norms(list(grads.values())) if grads else torch.zeros(0)
-        norms = norms if scale is None else norms / scale
-        self._grad_names, self._grad_norms = list(grads), norms
-
-    def _grads(self) -> dict[str, Tensor]:
-        """What this process holds of every gradient."""
-        parts, found = self._names.parts, {}
-        for name in self._found:
-            grad = parts.get(name, self._found.parameters[name]).grad
-            if grad is not None:
-                found[name] = local(grad.detach())
-        return found
-
-    def _own_grads(self) -> dict[str, Tensor]:
-        """The step's gradients so far: without what was there before, and without nobody's part."""
-        shared, found = self._found.nobodys(), self._grads()
-        for name, grad in found.items():
-            grad = grad - self._before[name] if name in self._before else grad
-            found[name] = grad - shared[name] if name in shared and name not in self._names.parts else grad
-        return found
+        self._gradient.heard(scale)
 
     # ---- after it -------------------------------------------------------------------------------------------------
 
@@ -185,38 +166,54 @@ class Observer:
         for name in self._found:
             weights.append(local(parts.get(name, self._found.parameters[name]).detach()))
         names, squares = self._norms.table() if sum(self._sizes) else ([], torch.zeros(0, 0))
-        sums = torch.stack([self._shares(squares), squares.new_full((), float(sum(self._sizes)))]).double()
         together = [
-            sums,
-            self._grad_norms.square().double(),
-            (_norms(weights) if weights else torch.zeros(0)).square().double(),
+            torch.stack([squares.sum().double(), *squares.new_tensor(self._weights()).double()]),
+            self._gradient.norms.square().double(),
+            (norms(weights) if weights else torch.zeros(0)).square().double(),
         ]
         if averaging is not None:
-            together[0] = self._with_weight(sums)
+            together[0] = self._with_weight(together[0])
             together = _over_ranks(together, averaging, weights[0].device, whole=not parts)
             together[0] = _of_one_weight(together[0], ranks)
+        order = self._order()
         rows = [] if self._flowing is None else self._flowing.rows
+        for each in rows:
+            each.microbatch = self._microbatch(each, order)
         shapes = _by_shape(rows)
         copy = Copy(
-            [*self._losses, *self._scales, self._division.factor_now(), squares, *together]
+            [*(self._losses[k] for k in order), *(self._scales[k] for k in order)]
+            + [self._division.factor_now(), squares, *together]
             + [part for numbers in shapes for part in _first_bad([rows[k].norms for k in numbers])]
         )
         return Packed(
-            copy, rows, shapes, names, self._grad_names, list(self._found), self._sizes,
+            copy, rows, shapes, names, self._gradient.names, list(self._found), [self._sizes[k] for k in order],
             micro_batches=self._division.micro_batches(len(self._losses)),
             ranks=ranks,
             refused=None if self._block.refused is None else str(self._block.refused),
         )  # fmt: skip
 
-    def _shares(self, squares: Tensor) -> Tensor:
-        """Σ of squared norms, of what adds up to the step's gradient: of a mean over samples, each one's share. NaN
-        where samples of different micro-batches do not have the same weight in it."""
-        if not self._is_mean or not squares.numel():
-            return squares.sum()
-        return squares.sum() / self._sizes[0] ** 2 if len(set(self._sizes)) == 1 else squares.sum() * math.nan
+    def _weights(self) -> tuple[float, float, float]:
+        """How many samples there are, Σ w and Σ w²: the step's gradient is Σ w g over the samples' own gradients g.
+        NaN if it is not."""
+        n = float(sum(self._sizes))
+        if not self._gradient.is_whole:
+            return n, math.nan, math.nan
+        sizes = [size for size in self._sizes if size]
+        return (n, float(len(sizes)), sum(1 / size for size in sizes)) if self._is_mean else (n, n, n)
+
+    def _order(self) -> list[int]:
+        """The step's backwards, in the order of their forwards."""
+        return sorted(range(len(self._calls)), key=lambda k: min(self._calls[k], default=k))
+
+    def _microbatch(self, rows: Rows, order: Sequence[int]) -> int:
+        """Which of the micro-batches, in the order of the forwards, a tensor flowed in."""
+        if rows.spot.kind == "output":
+            known = [place for place, k in enumerate(order) if rows.call in self._calls[k]]
+            return known[0] if known else rows.microbatch
+        return order.index(rows.microbatch) if rows.microbatch < len(order) else rows.microbatch
 
     def _with_weight(self, sums: Tensor) -> Tensor:
-        """(4,): what a sample's gradient was divided by in this process's part of the step's gradient, and its square,
+        """(6,): what a sample's gradient was divided by in this process's part of the step's gradient, and its square,
         join the sums over its samples."""
         size = self._sizes[0] if self._is_mean and self._sizes else 1
         known = self._division.micro_batches(len(self._losses)) * size
@@ -225,11 +222,11 @@ class Observer:
 
 
 def _of_one_weight(sums: Tensor, ranks: int) -> Tensor:
-    """(2,): Σ of squared norms over all ranks' samples, and how many these are. The first is NaN where samples of
-    different ranks do not have the same weight in the step's gradient: the last two are Σ of weights and of squares."""
-    squares, samples, weights, square_weights = sums.unbind()
+    """(4,): the sums over all ranks' samples. Those of weights are NaN where samples of different ranks do not have the
+    same weight in the step's gradient: the last two of what is given are Σ of weights and of squares over ranks."""
+    weights, square_weights = sums[4:].unbind()
     differ = ranks * square_weights - weights.square() > 1e-9 * weights.square()
-    return torch.stack([torch.where(differ, math.nan, squares), samples])
+    return torch.cat([sums[:2], torch.where(differ, math.nan, sums[2:4])])
 
 
 def averaging_group(model: nn.Module) -> Any:
@@ -275,33 +272,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _norms(tensors: list[Tensor]) -> Tensor:
-    """(tensors,): their norms."""
-    plain = all(t.layout == torch.strided for t in tensors) and len({t.device for t in tensors}) == 1
-    return norms_of(tensors) if plain else torch.stack([_norm(t).to(tensors[0].device) for t in tensors])
-
-
-def _norm(tensor: Tensor) -> Tensor:
-    values = tensor if tensor.layout == torch.strided else tensor.coalesce().values()
-    wide = values.dtype if values.is_complex() else torch.promote_types(values.dtype, torch.float32)
-    return torch.linalg.vector_norm(values.to(wide)).double()
-
-
-def copies(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of what this process holds of parameters."""
-    return {name: local(parameter.detach()).clone() for name, parameter in parameters.items()}
-
-
-def distances(now: Mapping[str, Tensor], before: Mapping[str, Tensor], group: Any = None) -> dict[str, Tensor]:
-    """How far each parameter is from what it was. Where each rank holds a part, that takes one collective."""
-    found = torch.stack([_norm(local(now[name].detach()) - value) for name, value in before.items()])
-    if group is not None and any(value.shape != now[name].shape for name, value in before.items()):
-        found = found.square()
-        torch.distributed.all_reduce(found, group=group)
-        found = found.sqrt()
-    return dict(zip(before, found.unbind(), strict=True))
-
-
 def _by_shape(rows: Sequence[Rows]) -> list[list[int]]:
     """Which of them have rows of one shape, device and dtype."""
     found: dict[Any, list[int]] = {}
@@ -310,9 +280,9 @@ def _by_shape(rows: Sequence[Rows]) -> list[list[int]]:
     return list(found.values())
 
 
-def _first_bad(norms: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _first_bad(values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Σ of the squares of each, and the first row that is not finite, or -1."""
-    stacked = torch.stack(list(norms)).flatten(1)
+    stacked = torch.stack(list(values)).flatten(1)
     bad = ~stacked.isfinite()
     first = torch.where(bad.any(1), bad.int().argmax(1), -1)
     return stacked.double().square().sum(1), first

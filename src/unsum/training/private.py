@@ -3,11 +3,10 @@ accounting."""
 
 from __future__ import annotations
 
-import math
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -20,20 +19,12 @@ from unsum.opened import Opened
 from unsum.sites import unwrapped
 from unsum.step.backward import Options
 from unsum.training import accountant
+from unsum.training.accountant import Account, Settings
 from unsum.training.clip import Clip, ClipBlock, Clipped, Clipping, How, checked_how, checked_norm, options_of
 from unsum.training.covered import Covered, Left, before_step, listed, refuse_unprotected, refuse_unserved
 from unsum.training.gradient import all_summed
 from unsum.training.noise import Source, sources
 from unsum.training.poisson import Part, PoissonLoader, steps_of, world
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the guarantee is made of."""
-
-    noise_multiplier: float
-    expected_batch: float
-    sample_rate: float
 
 
 class Private:
@@ -71,7 +62,7 @@ class Private:
         self._covered, self._left = Covered(model, optimizer), Left()
         self._part: Part | None = None  # of a batch of dp.loader, as long as it waits for its step
         self._seen = 0  # samples that were clipped since the last step
-        self.steps, self._undrawn = 0, 0  # and those of them without a batch of dp.loader
+        self._account = Account()
         self._is_told = False
         self._covered.parameters()  # what makes no sense shows here
         self._is_stepping = False
@@ -169,6 +160,11 @@ class Private:
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
+    @property
+    def steps(self) -> int:
+        """How many were taken."""
+        return self._account.steps
+
     def step(self) -> bool:
         """Add noise to the sum of clipped gradients, divide by the expected batch, let the optimizer step, and clear
         every `.grad`. True if it stepped; False after a part of a batch that is not the last one."""
@@ -193,8 +189,7 @@ class Private:
         self._optimizer.zero_grad(set_to_none=True)
         self._left.clear()
         self._part, self._seen = None, 0
-        self.steps += 1
-        self._undrawn += part is None
+        self._account.add(self._settings, is_drawn=part is not None)
         return True
 
     def _before_optimizer(self) -> None:
@@ -219,27 +214,26 @@ class Private:
     def epsilon(self, delta: float = 1e-5) -> float:
         """ε for which all steps so far are (ε, δ)-differentially private, if one example is added or removed. Takes
         about a second; needs dp-accounting (`pip install 'unsum[private]'`)."""
-        if self._undrawn and not self._is_told:
+        if self._account.undrawn and not self._is_told:
             self._is_told = True
             warnings.warn(
-                f"unsum.private: {self._undrawn} of {self.steps} steps had no batch of dp.loader; epsilon holds only "
-                "if their batches came from Poisson sampling at this rate too",
+                f"unsum.private: {self._account.undrawn} of {self.steps} steps had no batch of dp.loader; epsilon "
+                "holds only if their batches came from Poisson sampling at this rate too",
                 stacklevel=2,
             )
-        settings = self._settings
-        return accountant.epsilon(self.steps, settings.noise_multiplier, settings.sample_rate, delta)
+        return self._account.epsilon(delta)
 
     # ---- to go on later -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run that goes on needs beside model and optimizer: the number of steps, and where the random numbers
-        are (the same noise twice would protect nothing)."""
-        found = {"steps": self.steps, "undrawn": self._undrawn}
-        return {**found, "noise": self._noise.state_dict(), "sampling": self._sampling.state_dict()}
+        """What a run that goes on needs beside model and optimizer: the steps that were taken, with which noise and
+        rate, and where the random numbers are (the same noise twice would protect nothing)."""
+        sources = {"noise": self._noise.state_dict(), "sampling": self._sampling.state_dict()}
+        return {**self._account.state_dict(), **sources}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
-        self.steps, self._undrawn = state["steps"], state["undrawn"]
+        """Go on where `state_dict` was taken; noise and rate may be others from now on."""
+        self._account.load_state_dict(state)
         self._noise.load_state_dict(state["noise"])
         self._sampling.load_state_dict(state["sampling"])
 
@@ -254,10 +248,12 @@ class Private:
             "in each number of a step's gradient",
             f"  batches: rate {settings.sample_rate:g}, divided by {settings.expected_batch:g}",
         ]
-        if self.steps and settings.noise_multiplier and not accountant.is_there():
+        others = self._account.others(settings)
+        lines += [f"  before: {'; '.join(others)}"] if others else []
+        if self.steps and self._account.has_noise() and not accountant.is_there():
             return "\n".join([*lines, "  epsilon: needs dp-accounting (pip install 'unsum[private]')"])
-        found = accountant.epsilon(self.steps, settings.noise_multiplier, settings.sample_rate, 1e-5)
-        told = " if all batches came from Poisson sampling" if self._undrawn else ""
+        found = self._account.epsilon(1e-5)
+        told = " if all batches came from Poisson sampling" if self._account.undrawn else ""
         return "\n".join([*lines, f"  epsilon {found:.4g} at delta 1e-05{told}"])
 
     def __reduce__(self) -> str:
@@ -317,16 +313,8 @@ def private(
         >>> dp.step(), dp.steps
         (True, 1)
     """
-    refuse_unserved(model, scaler)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise OptionError(f"unsum.private: optimizer={type(optimizer).__name__}: expected a torch.optim.Optimizer")
-    for name, value, low, high in (
-        ("noise_multiplier", noise_multiplier, 0.0, math.inf), ("expected_batch", expected_batch, 1e-300, math.inf),
-        ("sample_rate", sample_rate, 1e-300, 1.0),
-    ):  # fmt: skip
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high or math.isinf(value):
-            raise OptionError(f"unsum.private: {name}={value!r}: {_RANGES[name]}")
+    refuse_unserved(model, optimizer, scaler)
+    settings = Settings(noise_multiplier, expected_batch, sample_rate)
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise OptionError(f"unsum.private: seed={seed!r}: a whole number, or None")
     if generator is not None and not isinstance(generator, torch.Generator):
@@ -338,13 +326,5 @@ def private(
         scaled=False, penalties=False, name="unsum.private",
     )  # fmt: skip
     options = options_of("unsum.private", samples, "*", loss_reduction, None, verify)
-    settings = Settings(float(noise_multiplier), float(expected_batch), float(sample_rate))
     randomness = sources(seed, generator, secure=secure, rank=world()[0])
     return Private(unwrapped(model), optimizer, settings, clipping, options, randomness)
-
-
-_RANGES = {
-    "noise_multiplier": "a number, 0 (no noise) or more",
-    "expected_batch": "a positive number, known to everybody: sample_rate times the number of examples, say",
-    "sample_rate": "a probability, above 0 and at most 1",
-}

@@ -63,7 +63,7 @@ class Record:
     loss: float | None = None  # the sum of what was differentiated, without the scale of a GradScaler
     norms: Tensor | None = None  # (n,): of each sample's gradient, over all chosen parameters; None where refused
     ids: list[int | str] = field(default_factory=list)
-    noise_scale: float | None = None  # tr Σ / |G|², unbiased; None for one sample
+    noise_scale: float | None = None  # tr Σ / |G|², unbiased; None for one sample, or where `.grad` is not the sum
     outliers: list[int | str] = field(default_factory=list)  # ids of samples with norms far above the others'
     nonfinite: NonFinite | None = None
     layers: dict[str, Layer] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class Record:
         """{name: number}: what a logger draws as curves."""
         found: dict[str, float | None] = {"loss": self.loss, "noise_scale": self.noise_scale}
         if self.norms is not None and len(self.norms):
-            found |= {"norm/median": float(self.norms.median()), "norm/largest": float(self.norms.max())}
+            found |= {"norm/median": _middle(self.norms), "norm/largest": float(self.norms.max())}
             found["outliers"] = float(len(self.outliers))
         for name, layer in self.layers.items():
             found |= {f"layer/{name or 'model'}/{key}": value for key, value in vars(layer).items()}
@@ -131,7 +131,8 @@ class Record:
 
 
 def _middle(values: Tensor) -> float:
-    return float(values.double().quantile(0.5))
+    """The median of those that are not NaN."""
+    return float(values.double().nanquantile(0.5))
 
 
 def _plain(value: Any) -> Any:

@@ -23,9 +23,9 @@ def record(seen: Observed, step: int, named: Named, outliers: Outliers, samples:
     found = Record(step, sum(seen.losses), ids=ids, refused=seen.refused, rank=rank())
     if seen.refused is None:
         found.norms = seen.squares.sum(0).sqrt() if seen.names else torch.zeros(n, dtype=torch.float64)
-        found.noise_scale = noise_scale(seen.all_squares, seen.total, seen.all_samples)
+        found.noise_scale = noise_scale(seen.all_squares, seen.total, seen.all_samples, seen.weights_of)
         found.outliers = [ids[row] for row in outliers(found.norms)]
-        texts = dict(zip(named.ids, named.texts, strict=False))
+        texts = dict(zip(ids, named.texts, strict=True)) if len(named.texts) == n else {}
         found.texts = {each: texts[each] for each in found.outliers if each in texts}
     found.layers = _layers(seen)
     found.nonfinite = _nonfinite(seen, found, samples)
@@ -38,19 +38,23 @@ def rank() -> int:
     return torch.distributed.get_rank() if is_one_of_many else 0
 
 
-def noise_scale(squares: float, total: float, n: int) -> float | None:
-    """tr Σ / |G|² of McCandlish et al. (2018), each of the two without bias, from Σ|g|², |Σ g|² and n samples.
+def noise_scale(squares: float, total: float, n: int, weights: tuple[float, float] | None = None) -> float | None:
+    """tr Σ / |G|² of McCandlish et al. (2018), each of the two without bias, from Σ|g|², |Σ w g|² and n samples.
+
+    `weights` is (Σ w, Σ w²); None: all weights are 1. They differ where the means of micro-batches of different sizes
+    were added up. On average Σ|g|² / n is |G|² + tr Σ, and |Σ w g|² is (Σ w)² |G|² + Σ w² tr Σ.
 
     Examples:
-        >>> noise_scale(squares=10.0, total=4.0, n=2)  # two samples with gradients (1, 2) and (1, -2)
-        -2.6666666666666665
+        >>> round(noise_scale(squares=10.0, total=4.0, n=2), 3)  # two samples with gradients (1, 2) and (1, -2)
+        -2.667
     """
-    if n < 2 or math.isnan(squares):
+    once, twice = weights or (float(n), float(n))
+    if n < 2 or not math.isfinite(squares + total + once) or once**2 <= twice:
         return None
-    mean_square, square_of_mean = squares / n, total / n**2
-    signal = (n * square_of_mean - mean_square) / (n - 1)
-    noise = (mean_square - square_of_mean) * n / (n - 1)
-    return noise / signal if signal else math.inf
+    mean_square = squares / n
+    signal = (total - twice * mean_square) / (once**2 - twice)
+    noise = mean_square - signal
+    return noise / signal if signal else math.inf if noise else None
 
 
 def put_updates(found: Record, updates: dict[str, float]) -> None:

@@ -7,14 +7,12 @@ import os
 import sys
 import time
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from unsum import samples as sample_maps
@@ -23,14 +21,16 @@ from unsum.opened import Opened
 from unsum.reducers import Norms
 from unsum.sites import Names
 from unsum.step.backward import Options
-from unsum.training import to_record
+from unsum.training import to_record, updates
 from unsum.training.division import Division
 from unsum.training.ids import Ids, Named
 from unsum.training.observed import Packed
-from unsum.training.observer import Looks, Observer, averaging_group, copies, distances
+from unsum.training.observer import Looks, Observer, averaging_group
 from unsum.training.outliers import Outliers
 from unsum.training.record import Record
 from unsum.training.sinks import Sink, Sinks
+from unsum.training.updates import Updates
+from unsum.training.weakly import weakly
 
 _WAITING = 8  # steps whose numbers may be on their way from a GPU
 
@@ -43,8 +43,8 @@ class _Step:
     packed: Packed
     named: Named
     seconds: float | None
-    awaits_update: bool
-    updates: dict[str, Tensor] = field(default_factory=dict)  # norms of what the step has changed
+    awaits: set[int]  # the optimizers whose step is still to come
+    updates: dict[str, Tensor] = field(default_factory=dict)  # how far they have moved parameters
     record: Record | None = None
 
 
@@ -53,7 +53,7 @@ class Watch:
     micro-batches it has; then `watch.last` is the step's record, and `watch.history` has the last ones.
 
     Examples:
-        >>> import unsum
+        >>> import torch, unsum
         >>> model = nn.Linear(3, 1)
         >>> watch = unsum.watch(model)
         >>> for _ in range(2):
@@ -73,7 +73,7 @@ class Watch:
         *,
         every: int,
         sinks: Sinks,
-        optimizer: Any,
+        optimizers: Sequence[Any],
         layers: bool,
         ids: Ids,
         outliers: Outliers,
@@ -88,12 +88,13 @@ class Watch:
         self._opened: tuple[Opened[Any], Observer] | None = None
         self._number, self._ended, self._is_under_way = -1, 0.0, False  # under way: a step, watched or not
         self._told: set[str] = set()
-        atexit.register(_weakly(self.flush))  # records whose numbers are on their way when the program ends
+        atexit.register(weakly(self.flush))  # records whose numbers are on their way when the program ends
         self.group: Any = None  # the processes that average this model's gradients, where a trainer says so
-        self._optimizer: Any = None
-        self._weights: dict[str, Tensor] = {}  # before the optimizer's step
-        if optimizer is not None:
-            self.follow(optimizer)
+        self._updates = Updates(model)
+        self._moved: dict[str, Tensor] = {}  # by optimizers that step while the block is open
+        self._stepped: set[int] = set()  # these
+        for each in optimizers:
+            self.follow(each)
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
@@ -103,6 +104,8 @@ class Watch:
             raise OptionError("watch: a step is open already; close() it first")
         self._number = self._number + 1 if step is None else step
         self._is_under_way = True
+        for earlier in self._steps:
+            earlier.awaits.clear()  # a step that was skipped, by a GradScaler say, does not come any more
         if self._number % self._every:
             return self
         self._complete(wait=len(self._steps) >= _WAITING)
@@ -130,21 +133,26 @@ class Watch:
         if self._opened is None:
             return
         (opened, observer), self._opened = self._opened, None
+        moved, self._moved = self._moved, {}
+        awaits, self._stepped = self._updates.numbers() - self._stepped, set()
+        if moved:
+            self._updates.forget()
         opened.__exit__(kind, error, trace)
         self._looks.has_checkpoints |= observer.has_checkpoints()
         if error is not None or not observer.has_seen():
+            if error is None and observer.lacks_backward():
+                self._tell("backward", "the model was called in a step without a backward, which has no record: call "
+                           "loss.backward() inside the block, too")  # fmt: skip
             return
         now = time.perf_counter()
         seconds, self._ended = now - self._ended if self._ended else None, now
         packed = observer.pack(self.group or averaging_group(self._model))
-        self._steps.append(_Step(self._number, packed, named, seconds, awaits_update=self._optimizer is not None))
+        self._steps.append(_Step(self._number, packed, named, seconds, awaits, moved))
         self._complete(wait=False)
 
     def follow(self, optimizer: Any) -> None:
         """Record the updates of this optimizer too."""
-        self._optimizer = _innermost(optimizer)
-        self._optimizer.register_step_pre_hook(_weakly(self._before_update))
-        self._optimizer.register_step_post_hook(_weakly(self._after_update))
+        self._updates.follow(optimizer, self._before_update, self._after_update)
 
     # ---- records --------------------------------------------------------------------------------------------------
 
@@ -189,7 +197,7 @@ class Watch:
         """Finish the steps whose numbers are there; with `wait`, all of them."""
         while self._steps:
             step = self._steps[0]
-            if step.awaits_update and not step.updates and len(self._steps) == 1 and not wait:
+            if step.awaits and len(self._steps) == 1 and not wait:
                 return
             if not wait and not step.packed.copy.is_done():
                 return
@@ -208,12 +216,13 @@ class Watch:
             step.record.seconds = step.seconds
             if step.record.refused is not None:
                 self._tell(step.record.refused, step.record.refused)
+            elif (misfit := step.named.misfit(step.record.ids)) is not None:
+                self._tell("ids", misfit)
             if step.record.nonfinite is not None:
                 self._tell("nonfinite", f"a value is not finite in step {step.number}: {step.record.nonfinite}")
         if step.updates:
             to_record.put_updates(step.record, {name: float(value) for name, value in step.updates.items()})
             step.updates = {}
-            step.awaits_update = False
         return step.record
 
     def _tell(self, key: str, what: str) -> None:
@@ -224,20 +233,22 @@ class Watch:
 
     # ---- the optimizer's step -------------------------------------------------------------------------------------
 
-    def _before_update(self) -> None:
-        """The optimizer steps; with a closure, the forward and the backward are still to come."""
-        if self._opened is not None or (self._steps and self._steps[-1].awaits_update):
-            self._weights = copies(self._parameters())
+    def _before_update(self, optimizer: int, has_closure: bool) -> None:
+        """An optimizer's step begins; with a closure, the forward and the backward may still be to come."""
+        is_awaited = bool(self._steps) and optimizer in self._steps[-1].awaits
+        comes = has_closure and (self._number + 1) % self._every == 0
+        if self._opened is not None or is_awaited or comes:
+            self._updates.copy(optimizer)
 
-    def _parameters(self) -> dict[str, Tensor]:
-        """What this process holds of the parameters that are trained."""
-        names = Names(self._model)
-        return {name: names.parts.get(name, p) for name, p in names.parameters.items() if p.requires_grad}
-
-    def _after_update(self) -> None:
-        before, self._weights = self._weights, {}
-        if before and self._steps and self._steps[-1].awaits_update:
-            self._steps[-1].updates = distances(self._parameters(), before, self.group or averaging_group(self._model))
+    def _after_update(self, optimizer: int) -> None:
+        is_open, group = self._opened is not None, self.group or averaging_group(self._model)
+        moved = self._updates.measure(optimizer, group, again=is_open)
+        if is_open:
+            self._moved |= moved
+            self._stepped.add(optimizer)
+        elif moved and self._steps and optimizer in self._steps[-1].awaits:
+            self._steps[-1].updates |= moved
+            self._steps[-1].awaits.discard(optimizer)
             self._complete(wait=False)
 
     def __repr__(self) -> str:
@@ -278,8 +289,8 @@ def watch(
         every: Watch every k-th step; the others cost nothing.
         to: Where records go: a path (`run.jsonl`, `run.parquet`), a function of a record, or a list of them.
             `unsum.sinks` has TensorBoard, Weights & Biases, MLflow, Trackio and the console.
-        optimizer: If given, each layer's record has the size of the optimizer's update over that of its weights. Costs
-            a copy of the parameters during the optimizer's step.
+        optimizer: If given, one or a list, each layer's record has the size of the optimizer's update over that of its
+            weights. Costs a copy of the parameters during the optimizer's step.
         layers: False records no activations and no gradients at layers' outputs (norms of parameters stay); so it is in
             a compiled model, which shows none. On a GPU, gradients at outputs are looked at in every eighth record.
         samples: Where the samples are, as in `unsum.gradients`.
@@ -290,15 +301,16 @@ def watch(
         interacting: "error" refuses a model in which samples interact (batch norm in training), in the first step;
             later, a step that is refused has no norms, and a warning says why. "exact" takes each sample's part of the
             loss.
-        ids: Where a batch has its samples' ids: a key, or a function of the batch. Used by `watch.loader(loader)` and
-            `watch.note(batch)`. Without it, the keys "id", "ids", "idx" and "index" are tried; else ids are row numbers
-            of the step.
+        ids: Where a batch has its samples' ids: a key or an attribute, or a function of the batch. Used by
+            `watch.loader(loader)` and `watch.note(batch)`. Without it, the keys "id", "ids", "idx" and "index" are
+            tried; else ids are row numbers of the step.
         text: Where a batch has its samples' texts, likewise: records of outliers then have them.
         threshold: How far an outlier is from the others (`unsum.training.outliers` states the rule).
         window: How many samples' norms the rule looks at.
         history: How many records `watch.history` keeps.
 
     Examples:
+        >>> import torch
         >>> model = nn.Linear(3, 1)
         >>> w = watch(model, every=2)
         >>> for _ in range(4):
@@ -312,12 +324,12 @@ def watch(
             raise OptionError(f"watch: {name}={value!r}: a whole number, 1 or more")
     if not isinstance(threshold, int | float) or not threshold > 0:
         raise OptionError(f"watch: threshold={threshold!r}: a positive number")
+    if not isinstance(layers, bool):
+        raise OptionError(f"watch: layers={layers!r}: True or False; params= chooses parameters")
     if interacting not in ("error", "exact"):
         raise OptionError(f"watch: interacting={interacting!r}: choose 'error' or 'exact'")
     if loss_reduction not in (None, "mean"):
         raise OptionError(f"watch: loss_reduction={loss_reduction!r}: None or 'mean'")
-    if optimizer is not None and not hasattr(_innermost(optimizer), "register_step_post_hook"):
-        raise OptionError(f"watch: optimizer={type(optimizer).__name__}: expected a torch.optim.Optimizer")
     Names(model)  # what is no module shows here
     options = Options(
         reducers=(Norms(),), keep=False, rules=True, strict=False, samples=sample_maps.read(samples),
@@ -325,25 +337,6 @@ def watch(
         scaler=Division(scaler),
     )  # fmt: skip
     return Watch(
-        model, options, every=every, sinks=Sinks(to), optimizer=optimizer, layers=layers, ids=Ids(ids, text),
-        outliers=Outliers(threshold, window), history=history,
+        model, options, every=every, sinks=Sinks(to), optimizers=updates.read(optimizer), layers=layers,
+        ids=Ids(ids, text), outliers=Outliers(threshold, window), history=history,
     )  # fmt: skip
-
-
-def _innermost(optimizer: Any) -> Any:
-    """The optimizer that steps, inside what others have put around it."""
-    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-def _weakly(method: Callable[[], None]) -> Callable[..., None]:
-    """A hook that does not keep the method's object alive."""
-    known = weakref.WeakMethod(method)
-
-    def hook(*_: Any) -> None:
-        call = known()
-        if call is not None:
-            call()
-
-    return hook
