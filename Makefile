@@ -39,7 +39,7 @@ bench: .venv/.bench
 	$(BIN)/python benchmarks/growth.py --json benchmarks/results/growth_cpu.json
 	$(BIN)/python benchmarks/tables.py
 
-# How well scores foretell retraining, beside kronfluence: half an hour on two cores.
+# How well scores foretell retraining, beside kronfluence.
 lds: .venv/.lds
 	$(BIN)/python benchmarks/lds.py --json benchmarks/results/lds_cpu.json
 
