@@ -49,7 +49,7 @@ gpu-architectures:
 
 gpu-deps: .venv/.core
 	rm -rf build/deps
-	$(PIP) install -q --target build/deps --no-deps --python-version 3.12 --only-binary=:all: $(PEERS)
+	$(PIP) install -q --target build/deps --no-deps --python-version 3.12 --only-binary=:all: $(sort $(PEERS) $(CURVATURE_PEERS))
 	rm -rf build/deps/benchmarks build/deps/examples build/deps/test  # which one of them brings, and would hide others
 	du -sh build/deps
 

@@ -165,7 +165,7 @@ def _holds_tensors(given: Any) -> bool:
 def _compare(found: list[Tensor], wanted: list[Tensor], loose: float) -> None:
     for ours, theirs in zip(found, wanted, strict=True):
         largest = float(theirs.abs().max()) if theirs.numel() else 0.0
-        torch.testing.assert_close(ours.float(), theirs, rtol=loose, atol=loose * largest)
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=loose, atol=loose * largest)
 
 
 def _listed(found: Any) -> list[Tensor]:
@@ -224,6 +224,11 @@ scale_and_shift = offer(
     lambda make: _norm(make, 3, 70, 33), compiled="twin",
 )  # fmt: skip
 scale_and_shift.__doc__ = "(n, d) twice: Σ_t δ·(x - mean)·rstd and Σ_t δ, of δ and x (n, t, d), mean and rstd (n, t)."
+
+bfloat16_parts = offer(
+    "bfloat16_parts", "(Tensor x) -> (Tensor, Tensor, Tensor)", lambda make: (make(70, 33),), _is_dense
+)
+bfloat16_parts.__doc__ = "Three tensors in bfloat16 whose sum x is: 8 bits of every number in each."
 
 channel_sums = offer(
     "channel_sums", "(Tensor delta, Tensor x, Tensor mean, Tensor variance, float eps) -> (Tensor, Tensor)",

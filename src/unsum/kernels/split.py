@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from unsum.kernels import fused
 from unsum.kernels.twins import wide
 
 LARGE = 1 << 20  # numbers of a product's smaller factor, from which parts are faster
@@ -57,14 +58,7 @@ def product_of_parts(xs: list[Tensor], ys: list[Tensor]) -> Tensor:
 
 def split(x: Tensor, parts: int) -> list[Tensor]:
     """A float32 tensor as a sum of tensors in bfloat16; one that is narrow already is one part."""
-    if x.dtype == torch.bfloat16:
-        return [x]
-    x = x.float()
-    found = []
-    for _ in range(parts):
-        found.append(x.bfloat16())
-        x = x - found[-1]
-    return found
+    return [x] if x.dtype == torch.bfloat16 else list(fused.bfloat16_parts(x.contiguous())[:parts])
 
 
 def multiply(x: Tensor, y: Tensor) -> Tensor:

@@ -137,6 +137,15 @@ def weighted_sum(each: Tensor, w: Tensor) -> Tensor:
     return total
 
 
+def bfloat16_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Part by part."""
+    rest, found = x.float(), []
+    for _ in range(3):
+        found.append(rest.bfloat16())
+        rest = rest - found[-1]
+    return found[0], found[1], found[2]
+
+
 def scaled(x: Tensor, w: Tensor) -> Tensor:
     """Rounded once."""
     dtype = wide(x.dtype)

@@ -72,6 +72,27 @@ def weighted_sum(each: Tensor, w: Tensor) -> Tensor:
 
 
 @triton.jit
+def _bfloat16_parts(x, high, middle, low, size, block_size: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * block_size + tl.arange(0, block_size)
+    inside = at < size
+    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    first = values.to(tl.bfloat16)
+    rest = values - first.to(tl.float32)
+    second = rest.to(tl.bfloat16)
+    tl.store(high + at, first, mask=inside)
+    tl.store(middle + at, second, mask=inside)
+    tl.store(low + at, (rest - second.to(tl.float32)).to(tl.bfloat16), mask=inside)
+
+
+def bfloat16_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Three tensors in bfloat16 whose sum x is."""
+    parts = tuple(torch.empty_like(x, dtype=torch.bfloat16) for _ in range(3))
+    size = x.numel()
+    launch(_bfloat16_parts, (blocks_of(size, WIDE), 1, 1), (x, *parts), (size,), {"block_size": WIDE}, 8)
+    return parts
+
+
+@triton.jit
 def _scaled(x, w, out, size, blocks, block_size: tl.constexpr):
     program = tl.program_id(0)
     sample, block = program // blocks, program % blocks
