@@ -27,11 +27,11 @@ def test_three_parts_carry_float32():
 def test_a_gram_matrix_from_parts_is_as_good_as_float32():
     x = made(300, 20)
     wanted = x.double().T @ x.double()
-    assert off(split.gram_of_parts(split.split(x, 3)), wanted, (x, 0), (x, 0)) < 3e-7
-    assert off(split.gram(x), wanted, (x, 0), (x, 0)) < 3e-7
+    assert off(split.gram_of_parts(split.split(x, 3)), wanted, (x, 0), (x, 0)) < 1e-6
+    assert off(split.gram(x), wanted, (x, 0), (x, 0)) < 1e-6
 
 
-@pytest.mark.parametrize(("parts", "loose"), [(2, 3e-5), (3, 3e-7)])
+@pytest.mark.parametrize(("parts", "loose"), [(2, 3e-5), (3, 1e-6)])
 def test_a_product_from_parts(parts, loose):
     x, y = made(50, 40), made(30, 40, seed=1).T
     wanted = x.double() @ y.double()

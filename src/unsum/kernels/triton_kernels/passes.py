@@ -72,16 +72,25 @@ def weighted_sum(each: Tensor, w: Tensor) -> Tensor:
 
 
 @triton.jit
+def _rounded(values):
+    """To 8 bits, half to even, by the bits: Triton's interpreter cuts instead."""
+    bits = values.to(tl.int32, bitcast=True)
+    is_finite = (bits & 0x7F800000) != 0x7F800000
+    return tl.where(is_finite, (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536, bits & -65536).to(
+        tl.float32, bitcast=True
+    )
+
+
+@triton.jit
 def _bfloat16_parts(x, high, middle, low, size, block_size: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * block_size + tl.arange(0, block_size)
     inside = at < size
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    first = values.to(tl.bfloat16)
-    rest = values - first.to(tl.float32)
-    second = rest.to(tl.bfloat16)
-    tl.store(high + at, first, mask=inside)
-    tl.store(middle + at, second, mask=inside)
-    tl.store(low + at, (rest - second.to(tl.float32)).to(tl.bfloat16), mask=inside)
+    first = _rounded(values)
+    second = _rounded(values - first)
+    tl.store(high + at, first.to(tl.bfloat16), mask=inside)
+    tl.store(middle + at, second.to(tl.bfloat16), mask=inside)
+    tl.store(low + at, _rounded(values - first - second).to(tl.bfloat16), mask=inside)
 
 
 def bfloat16_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
