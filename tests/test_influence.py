@@ -235,6 +235,8 @@ def test_scores_of_tokens_add_up_to_those_of_examples():
     tokens = [tuple(tensor[:, i : i + 1] for tensor in train) for i in range(3)]  # nothing mixes positions
     for i, batch in enumerate(tokens):
         close(found.tokens[..., i].double(), scores(q, per_sample(model, classified, [batch])))
+    cosines = scored(model, classified, [train], [query], tokens=True, score="cosine")
+    close(cosines.tokens.sum(2).double(), cosines.matrix.double())
 
 
 def test_influence_leaves_the_model_as_it_was():
