@@ -72,11 +72,16 @@ class Block:
                     > self.precision * moved.abs().amax(tuple(range(1, moved.dim())), keepdim=True)
                 ).any()
             ):
+                reached = largest > damping
+                hint = (
+                    "give a damping: c.solve(g, damping=1e-3), or None for 0.1 of each block's mean eigenvalue"
+                    if reached
+                    else f"fit on data that reaches it, leave it out (params=), or damping={{{self.name!r}: 1e-3}}"
+                )
                 raise OptionError(
                     f"{self.name}: its block is singular with damping {damping:g} (smallest eigenvalue "
                     f"{float(self.eigenvalues.min()):.3g}, largest {float(self.eigenvalues.max()):.3g}"
-                    f"{'; nothing reached it in the data of the fit' if largest <= damping else ''}).\n"
-                    "  give a damping: c.solve(g, damping=1e-3), or None for 0.1 of each block's mean eigenvalue"
+                    f"{'' if reached else '; nothing reached it in the data of the fit'}).\n  {hint}"
                 )
             damped = damped.masked_fill(is_zero, torch.inf)
         return self._acted(values, 1 / damped)
