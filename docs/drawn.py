@@ -1,4 +1,5 @@
 """Pictures that the pages' own code draws: `picture = unsum.draw(...)` in a block, and the image after it in the text.
+A picture of something else is drawn from the page's variables, by a function in `OTHERS`.
 
 `python docs/drawn.py` draws them again into `docs/drawn/`; a test compares.
 """
@@ -8,8 +9,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import taught
+
 DOCS = Path(__file__).parent
-PAGES = (DOCS / "hooks.md", DOCS / "draw.md", DOCS.parent / "README.md")
+PAGES = (DOCS / "hooks.md", DOCS / "draw.md", DOCS / "influence.md", DOCS.parent / "README.md")
+OTHERS = {"taught.svg": taught.draw}
 _BLOCK_OR_IMAGE = re.compile(r"^```python\n(?P<code>.*?)^```$|\]\((?:docs/)?drawn/(?P<name>\w+\.svg)\)", re.M | re.S)
 
 
@@ -19,7 +23,8 @@ def draw(page: Path) -> dict[str, str]:
     names: dict[str, object] = {"__name__": page.stem, "print": lambda *_: None}
     for match in _BLOCK_OR_IMAGE.finditer(page.read_text(encoding="utf-8")):
         if match["name"]:
-            found[match["name"]] = names["picture"].svg  # type: ignore[attr-defined]
+            other = OTHERS.get(match["name"])
+            found[match["name"]] = other(names) if other else names["picture"].svg  # type: ignore[attr-defined]
         else:
             exec(match["code"], names)
     return found

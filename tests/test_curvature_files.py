@@ -224,3 +224,23 @@ def test_a_fit_of_something_else_is_not_continued(tmp_path):
         model[0].weight += 0.1
     with pytest.raises(UnsumError):
         unsum.curvature.fit(model, loss_fn, Batches(*batches), kind="kfac", resume=tmp_path / "fit", **RESUMED)
+
+
+@pytest.mark.parametrize("kind", ["kfac", "ekfac"])
+def test_a_fit_is_not_continued_in_batches_of_another_size(kind, tmp_path):
+    """It would leave out, or count twice, what lies between."""
+    x, y = numbers(0, 24, 4), ids(1, 24, high=3)
+    calls = []
+
+    def failing(model, batch):
+        calls.append(len(batch[0]))
+        if len(calls) > 4:
+            raise RuntimeError("gone")
+        return classified(model, batch)
+
+    model, options = mlp(), {"kind": kind, "resume": tmp_path / "fit", "chunk": 2}
+    with pytest.raises(RuntimeError, match="gone"):
+        unsum.curvature.fit(model, failing, Examples(x, y), batch_size=3, **options)
+    with pytest.raises(UnsumError, match="other batches"):
+        unsum.curvature.fit(model, classified, Examples(x, y), batch_size=6, **options)
+    assert unsum.curvature.fit(model, classified, Examples(x, y), batch_size=3, **options).n == 24

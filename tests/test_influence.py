@@ -6,6 +6,15 @@ import copy
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import unsum
 from brute_curvature import (
@@ -20,6 +29,7 @@ from brute_curvature import (
 )
 from curvature_checks import close, fitted
 from curvature_nets import ALL, LAYERED, Batches, Examples, Transformer, classified, forward, ids, made, mlp, numbers
+from unsum.errors import UnsumError
 
 
 def data_of(net):
@@ -171,6 +181,27 @@ def test_examples_are_in_the_order_of_the_data(data, kind):
     close(unsum.influence(model, classified, make(TRAIN), make(QUERY), **options, **curvature).matrix.double(), wanted)
 
 
+SHUFFLED = {
+    "shuffle=True": lambda data: {"shuffle": True},
+    "a random subset": lambda data: {"sampler": SubsetRandomSampler(range(len(data)))},
+    "by weights": lambda data: {"sampler": WeightedRandomSampler([1.0] * len(data), len(data))},
+    "of several processes": lambda data: {"sampler": DistributedSampler(data, 1, 0)},
+    "in batches": lambda data: {"batch_sampler": BatchSampler(RandomSampler(data), 2, False)},
+}
+
+
+@pytest.mark.parametrize("how", SHUFFLED)
+def test_a_loader_that_shuffles_is_refused(how):
+    data, model = TensorDataset(*TRAIN), mlp()
+    loader = DataLoader(data, **SHUFFLED[how](data))
+    with pytest.raises(UnsumError, match="train: this DataLoader shuffles"):
+        unsum.influence(model, classified, loader, Examples(*QUERY))
+    with pytest.raises(UnsumError, match="query: this DataLoader shuffles"):
+        unsum.influence(model, classified, Examples(*QUERY), loader)
+    in_order = DataLoader(data, sampler=DistributedSampler(data, 1, 0, shuffle=False))
+    assert unsum.influence(model, classified, in_order, Examples(*QUERY)).matrix.shape == (5, 10)
+
+
 def test_batches_may_be_dictionaries():
     model = mlp()
     by_name = lambda batch: {"x": batch[0], "y": batch[1]}
@@ -235,6 +266,8 @@ def test_scores_of_tokens_add_up_to_those_of_examples():
     tokens = [tuple(tensor[:, i : i + 1] for tensor in train) for i in range(3)]  # nothing mixes positions
     for i, batch in enumerate(tokens):
         close(found.tokens[..., i].double(), scores(q, per_sample(model, classified, [batch])))
+    cosines = scored(model, classified, [train], [query], tokens=True, score="cosine")
+    close(cosines.tokens.sum(2).double(), cosines.matrix.double())
 
 
 def test_influence_leaves_the_model_as_it_was():

@@ -10,7 +10,15 @@ from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, RandomSampler, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from unsum import samples as sample_maps
 from unsum.check import LossFunction, losses_by_sample
@@ -41,7 +49,7 @@ class Examples:
         self._batch_size, self._what = batch_size, what
         self.has_examples = isinstance(data, Dataset | list)
         self.is_once = not self.has_examples and iter(data) is data  # an iterator: what it gave is gone
-        self.is_shuffled = isinstance(data, DataLoader) and isinstance(getattr(data, "sampler", None), RandomSampler)
+        self.is_shuffled = isinstance(data, DataLoader) and _shuffles(data)
 
     def batches(self) -> int | None:
         """How many batches there are, if that is known."""
@@ -85,6 +93,16 @@ class Examples:
                 f"{self._what}: {len(chunk)} examples cannot be made a batch ({str(error).splitlines()[0]}).\n"
                 "  give a DataLoader with a collate_fn of your own (padding), or batch_size=1"
             ) from error
+
+
+def _shuffles(loader: DataLoader[Any]) -> bool:
+    """Whether one of torch's own samplers draws the order; of a batch sampler, the one that it is made of."""
+    for sampler in (getattr(loader, "sampler", None), getattr(loader.batch_sampler, "sampler", None)):
+        if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
+            return True
+        if isinstance(sampler, DistributedSampler) and sampler.shuffle:
+            return True
+    return False
 
 
 def samples_of(samples: SamplesOfBatch, batch: Any) -> sample_maps.Samples | Tensor | None:

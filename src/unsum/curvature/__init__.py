@@ -1,4 +1,11 @@
-"""What shape the loss has around a model: K-FAC, EK-FAC and diagonals, and exact Gauss–Newton products."""
+"""What shape the loss has around a model: K-FAC, EK-FAC and diagonals, and exact Gauss–Newton products.
+
+Examples:
+    >>> import torch, unsum
+    >>> model, data = torch.nn.Linear(3, 1), [torch.randn(3) for _ in range(8)]
+    >>> unsum.curvature.fit(model, lambda model, x: model(x).square().sum(1), data)
+    ekfac of 8 samples (empirical, expand): 2 parameters, 2 in Kronecker products, 0 by their diagonal
+"""
 
 from unsum.curvature.curvature import Curvature
 from unsum.curvature.files import load

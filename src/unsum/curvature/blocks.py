@@ -68,11 +68,12 @@ class Block:
             is_zero = damped <= largest * self.precision
             sizes = moved.abs().amax(tuple(range(1, moved.dim())), keepdim=True)
             if bool((moved.abs() * is_zero > self.precision * sizes).any()):
-                why = f"smallest eigenvalue {float(damped.min()):.3g}, largest {largest:.3g}"
+                why, hint = f"smallest eigenvalue {float(damped.min()):.3g}, largest {largest:.3g}", "damping=1e-3"
+                if not largest:
+                    why = "nothing reached it in the data of the fit"
+                    hint = f"damping={{{self.name!r}: 1e-3}}, or leave it out (params=)"
                 raise OptionError(
-                    f"{self.name}: its block is singular and there is no damping "
-                    f"({why if largest else 'nothing reached it in the data of the fit'}).\n"
-                    "  give a damping above 0: c.solve(g, damping=1e-3)"
+                    f"{self.name}: its block is singular and there is no damping ({why}).\n  give one above 0: {hint}"
                 )
             damped = damped.masked_fill(is_zero, torch.inf)
         return self.out_of(moved * (1 / damped).to(moved))

@@ -84,7 +84,8 @@ def fit(
         raise OptionError("fit(resume=...): the data must come in the same order again: no iterator, no shuffle=True")
     run = _Fit(model, loss_fn, examples, likelihood, params, samples, seed)
     origin = Origin(kind, setting, "empirical" if likelihood is None else likelihood.name, run.fingerprints)
-    state = None if resume is None else Resumed(resume, chunk, origin, {"seed": seed, "max_side": max_side})
+    options = {"seed": seed, "max_side": max_side, "batches": examples.batches()}
+    state = None if resume is None else Resumed(resume, chunk, origin, options)
     sums = Sums(run.biases, kind=kind, setting=setting, max_side=max_side)
     done = 0 if state is None else state.begin(sums)
     run.read(sums, 0, done, None if state is None else lambda batches: state.keep(batches, sums))

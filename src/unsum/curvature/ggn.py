@@ -32,7 +32,17 @@ _MISSING = ("not implemented", "once_differentiable", "double backward", "not di
 class GaussNewton:
     """The mean over samples of Jᵀ H J, where J is the derivative of the model's outputs in its parameters and H the
     second derivative of the loss in the outputs. What `unsum.curvature.ggn` gives; nothing is stored but the model and
-    the data."""
+    the data.
+
+    Examples:
+        >>> model, data = nn.Linear(2, 1, bias=False), [torch.eye(2)[k] for k in (0, 0, 0, 1)]
+        >>> import unsum
+        >>> h = ggn(model, data, unsum.curvature.gaussian(lambda model, x: model(x)))
+        >>> h
+        Gauss–Newton matrix of 2 parameters (gaussian, 4 samples)
+        >>> h.matvec({"weight": torch.ones(1, 2)})["weight"]  # x xᵀ, averaged
+        tensor([[0.7500, 0.2500]])
+    """
 
     def __init__(
         self, model: nn.Module, examples: Examples, likelihood: Likelihood, params: str | Sequence[str], seed: int

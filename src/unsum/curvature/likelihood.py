@@ -19,7 +19,13 @@ Mask = Callable[[Any], Tensor]
 
 class Likelihood(ABC):
     """`forward(model, batch)` gives outputs (n, …, C), one vector at each place; `mask(batch)`, of shape (n, …), says
-    which places count."""
+    which places count. Made by `categorical`, `gaussian` or `convex`.
+
+    Examples:
+        >>> tokens = categorical(lambda model, batch: model(batch), mask=lambda batch: batch != 0)
+        >>> tokens.outputs(nn.Embedding(5, 3), torch.tensor([[1, 4, 0]])).shape
+        torch.Size([1, 3, 3])
+    """
 
     name: str
 

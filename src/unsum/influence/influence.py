@@ -195,15 +195,17 @@ class _Run:
             assert scored.scores is not None
             refuse_other_number(len(losses), len(scored.scores), "train")
             refuse_not_finite(scored.scores.sum(1), first, "train", "gradient")
-            scores = scored.scores
+            scores, of_tokens = scored.scores, scored.by_token
+            if tokens and of_tokens is None:
+                raise SamplesError("tokens=True: no parameter has the input's positions")
             if of_queries is not None:
                 size = norms.norms().double()[:, None] * of_queries.to(scores.device)
                 scores = torch.where(size > 0, scores / size, 0.0)
+                if of_tokens is not None:
+                    of_tokens = torch.where(size[:, None] > 0, of_tokens / size[:, None], 0.0)
             found.append(scores.T.cpu())
-            if tokens:
-                if scored.by_token is None:
-                    raise SamplesError("tokens=True: no parameter has the input's positions")
-                by_token.append(scored.by_token.permute(2, 0, 1).cpu())
+            if of_tokens is not None:
+                by_token.append(of_tokens.permute(2, 0, 1).cpu())
             first += len(losses)
         if not found:
             raise SamplesError("train: the data is empty")

@@ -12,7 +12,13 @@ from unsum.errors import OptionError
 
 @dataclass(frozen=True, eq=False)
 class Top:
-    """The examples with the highest scores, of each query."""
+    """The examples with the highest scores, of each query.
+
+    Examples:
+        >>> best = Influence(torch.tensor([[0.1, 0.3, -0.2]])).top(2)
+        >>> best.ids, best.scores
+        (tensor([[1, 0]]), tensor([[0.3000, 0.1000]]))
+    """
 
     ids: Tensor  # (queries, k)
     scores: Tensor  # (queries, k)
@@ -20,7 +26,15 @@ class Top:
 
 @dataclass(frozen=True, eq=False)
 class Influence:
-    """Scores. Positive: training on the example lowers the query's loss."""
+    """Scores. Positive: training on the example lowers the query's loss. What `unsum.influence` gives.
+
+    Examples:
+        >>> s = Influence(torch.tensor([[0.1, 0.3, -0.2]]))
+        >>> s
+        influence of 3 examples on 1 queries: s.matrix, s.top(k)
+        >>> s.top(1).ids, Influence(-s.matrix).top(1).ids  # helped most, harmed most
+        (tensor([[1]]), tensor([[2]]))
+    """
 
     matrix: Tensor  # (queries, examples), float64, on the processor
     tokens: Tensor | None = None  # (queries, examples, positions), if they were asked for; 0 after an example's end
