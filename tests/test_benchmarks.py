@@ -115,3 +115,20 @@ def test_every_quantity_is_checked_and_a_wrong_one_is_seen(name, scripts):
     assert checks.checked(name, step, model, losses, x, y).startswith("off by")
     other = quantities.ways_of(model, losses, x.flip(1), y, (name,))[name]
     assert checks.checked(name, other, model, losses, x, y).startswith("WRONG")
+
+
+def test_pages_show_the_figures_of_curvature_and_influence():
+    """The tables on the pages are those of benchmarks/results."""
+    scores = json.loads((FOLDER / "results" / "lds_cpu.json").read_text())
+    page = (FOLDER.parent / "docs" / "influence.md").read_text()
+    rows = [row for problem in scores["problems"] for row in problem["rows"]]
+    assert len(rows) > 20
+    for row in rows:
+        values = row.get("note") or f"{row['lds']:.3f} | {row['deviation']:.3f} | {row['seconds']:.2f}"
+        assert f"| {row['method']} | {values} |" in page
+    page = (FOLDER.parent / "docs" / "cost.md").read_text()
+    for device in ("cpu", "cuda"):
+        costs = json.loads((FOLDER / "results" / f"curvature_{device}.json").read_text())
+        for row in (row for shape in costs["shapes"] for row in shape["rows"] if "note" not in row):
+            ratio = row["to_plain"]
+            assert f"| {row['way']} | {ratio['median']:.2f}× | {ratio['low']:.2f}, {ratio['high']:.2f} |" in page
