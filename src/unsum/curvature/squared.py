@@ -107,10 +107,17 @@ def _of_many(turned: Sequence[tuple[Tensor, Tensor]], stack: int, height: int) -
         part = slice(begin, begin + some)
         each = [_formed(left[part], right[part], height) for left, right in turned]
         whole = sum(each[1:], each[0]).unflatten(0, (-1, stack))
-        squares = torch.linalg.vector_norm(whole, dim=0).square_()
+        squares = summed_squares(whole, 0)
         total = squares if total is None else total.add_(squares)
     assert total is not None
     return total
+
+
+def summed_squares(values: Tensor, dim: int) -> Tensor:
+    """Σ v² along a dimension, in one pass on a GPU; a processor takes four times as long that way."""
+    if values.is_cuda:
+        return torch.linalg.vector_norm(values, dim=dim).square_()
+    return values.square().sum(dim)
 
 
 def _formed(row: Tensor, column: Tensor, height: int) -> Tensor:

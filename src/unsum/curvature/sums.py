@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unsum.curvature.pieces import Matrix, Piece, Side, gram, pieces, squares
-from unsum.curvature.squared import squared
+from unsum.curvature.squared import squared, summed_squares
 from unsum.errors import UnsupportedError
 from unsum.factors.factors import Factors
 from unsum.factors.scale import Scale
@@ -154,7 +154,7 @@ class Sums:
         if each.is_complex():
             self._put_squares(name, each.abs().square().sum(0))
         elif each.numel() > SMALL:
-            self._put_squares(name, torch.linalg.vector_norm(each, dim=0).square_())
+            self._put_squares(name, summed_squares(each, 0))
         else:
             self._small[name] = each
 
@@ -168,7 +168,7 @@ class Sums:
         for name, each in self._small.items():
             alike.setdefault((each.shape, each.dtype, each.device), []).append(name)
         for names in alike.values():
-            squares = torch.linalg.vector_norm(torch.stack([self._small[name] for name in names]), dim=1).square_()
+            squares = summed_squares(torch.stack([self._small[name] for name in names]), 1)
             for name, value in zip(names, squares.unbind(), strict=True):
                 self._put_squares(name, value)
         self._small = {}
