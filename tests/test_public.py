@@ -9,7 +9,7 @@ from torch import nn
 import unsum
 from unsum import cli
 
-MODULES = {"curvature", "errors", "integrations", "sinks", "testing"}
+MODULES = {"curvature", "errors", "index", "integrations", "sinks", "testing"}
 
 
 def test_all_is_what_is_visible():

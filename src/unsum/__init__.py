@@ -7,7 +7,7 @@ gradient it is.
 import logging
 import os
 
-from unsum import curvature, errors, integrations, testing
+from unsum import curvature, errors, index, integrations, testing
 from unsum.capture import capture
 from unsum.check import check
 from unsum.draw.draw import draw
@@ -47,6 +47,7 @@ __all__ = [
     "edit",
     "errors",
     "gradients",
+    "index",
     "influence",
     "integrations",
     "mark",

@@ -49,6 +49,16 @@ class Chosen:
 _known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
 
 
+def exactly(name: str) -> str:
+    """A glob that chooses this name alone.
+
+    Examples:
+        >>> exactly("blocks[0].weight")
+        'blocks[[]0].weight'
+    """
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+
+
 def choose(names: Names, params: str | Sequence[str]) -> Chosen:
     """The parameters that a glob, or one of several, chooses, if they are to be trained."""
     globs = (params,) if isinstance(params, str) else params

@@ -62,7 +62,7 @@ class Block:
     def solve(self, values: Mapping[str, Tensor], damping: float) -> dict[str, Tensor]:
         """The inverse of the damped block times gradients. Without damping, what lies where eigenvalues are zero must
         be zero itself."""
-        moved, damped = self._into(values), self.eigenvalues + damping
+        moved, damped = self.into(values), self.eigenvalues + damping
         if not damping and damped.numel():
             largest = float(damped.max())
             is_zero = damped <= largest * self.precision
@@ -79,9 +79,9 @@ class Block:
         return self.out_of(moved * (1 / damped).to(moved))
 
     def _acted(self, values: Mapping[str, Tensor], factor: Tensor) -> dict[str, Tensor]:
-        return self.out_of(self._into(values) * factor.to(next(iter(values.values()))))
+        return self.out_of(self.into(values) * factor.to(next(iter(values.values()))))
 
-    def _into(self, values: Mapping[str, Tensor]) -> Tensor:
+    def into(self, values: Mapping[str, Tensor]) -> Tensor:
         """(m, stack, rows, columns): gradients as matrices, with the bias, in the basis."""
         value = values[self.name]
         if self.matrix is None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from unsum.check import LossFunction
+from unsum.choice import exactly
 from unsum.curvature import Curvature, GaussNewton
 from unsum.curvature.vectors import is_number
 from unsum.errors import OptionError, SamplesError
@@ -128,7 +129,7 @@ class _Run:
         self._model, self._loss_fn, self._samples = model, loss_fn, samples
         self._curvature, self._damping, self._precondition = curvature, damping, precondition
         covered = None if curvature is None else list(curvature.parameters)
-        self._params = params if params is not None else ["*"] if covered is None else [_exactly(n) for n in covered]
+        self._params = params if params is not None else ["*"] if covered is None else [exactly(n) for n in covered]
         with gradients(model, Norms(), params=self._params, grad=False) as chosen:
             self._parameters = {name: chosen.parameters[name] for name in chosen}
         if not self._parameters:
@@ -212,8 +213,3 @@ class _Run:
         longest = max((part.shape[2] for part in by_token), default=0)
         padded = [nn.functional.pad(part, (0, longest - part.shape[2])) for part in by_token]
         return torch.cat(found, 1), torch.cat(padded, 1) if padded else None, scored.left_out
-
-
-def _exactly(name: str) -> str:
-    """A glob that chooses this name alone."""
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
