@@ -10,7 +10,16 @@ from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, RandomSampler, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from unsum import samples as sample_maps
 from unsum.check import LossFunction, losses_by_sample
@@ -40,8 +49,10 @@ class Examples:
         self._data: Any = data
         self._batch_size, self._what = batch_size, what
         self.has_examples = isinstance(data, Dataset | list)
+        loader = getattr(data, "batch_size", None)  # of a DataLoader; None where that is not known
+        self.batch_size: int | None = batch_size if self.has_examples else loader if isinstance(loader, int) else None
         self.is_once = not self.has_examples and iter(data) is data  # an iterator: what it gave is gone
-        self.is_shuffled = isinstance(data, DataLoader) and isinstance(getattr(data, "sampler", None), RandomSampler)
+        self.is_shuffled = isinstance(data, DataLoader) and _shuffles(data)
 
     def batches(self) -> int | None:
         """How many batches there are, if that is known."""
@@ -59,7 +70,8 @@ class Examples:
         if not self.has_examples:
             yield from islice(iter(self._data), done, None)
             return
-        if hasattr(self._data, "__getitem__") and hasattr(self._data, "__len__"):
+        is_listed = hasattr(self._data, "__getitem__") and not isinstance(self._data, IterableDataset)
+        if is_listed and hasattr(self._data, "__len__"):
             examples: Iterator[Any] = (self._data[k] for k in range(done * self._batch_size, len(self._data)))
         else:
             examples = islice(iter(self._data), done * self._batch_size, None)
@@ -83,8 +95,19 @@ class Examples:
         except (RuntimeError, TypeError) as error:
             raise OptionError(
                 f"{self._what}: {len(chunk)} examples cannot be made a batch ({str(error).splitlines()[0]}).\n"
-                "  give a DataLoader with a collate_fn of your own (padding), or batch_size=1"
+                "  give a DataLoader with a collate_fn of your own (padding), or batch_size=1; batches that are ready: "
+                "DataLoader(batches, batch_size=None)"
             ) from error
+
+
+def _shuffles(loader: DataLoader[Any]) -> bool:
+    """Whether torch's own samplers give its examples in another order each time."""
+    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    return any(
+        isinstance(each, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
+        or (isinstance(each, DistributedSampler) and each.shuffle)
+        for each in samplers
+    )
 
 
 def samples_of(samples: SamplesOfBatch, batch: Any) -> sample_maps.Samples | Tensor | None:

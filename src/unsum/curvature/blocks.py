@@ -12,6 +12,7 @@ from torch import Tensor
 from unsum.curvature.pieces import Matrix, Side
 from unsum.curvature.sums import Bias, Pair, ParameterSums
 from unsum.errors import OptionError
+from unsum.kernels.product import wide
 
 DAMPING = 0.1  # of a block's mean eigenvalue
 
@@ -72,26 +73,39 @@ class Block:
                     > self.precision * moved.abs().amax(tuple(range(1, moved.dim())), keepdim=True)
                 ).any()
             ):
-                raise OptionError(
-                    f"{self.name}: its block is singular with damping {damping:g} (smallest eigenvalue "
-                    f"{float(self.eigenvalues.min()):.3g}, largest {float(self.eigenvalues.max()):.3g}"
-                    f"{'; nothing reached it in the data of the fit' if largest <= damping else ''}).\n"
-                    "  give a damping: c.solve(g, damping=1e-3), or None for 0.1 of each block's mean eigenvalue"
-                )
+                raise self._singular(damping, is_reached=largest > damping)
             damped = damped.masked_fill(is_zero, torch.inf)
         return self._acted(values, 1 / damped)
 
+    def _singular(self, damping: float, *, is_reached: bool) -> OptionError:
+        what = f"{self.name}: its block is singular with damping {damping:g}"
+        if not is_reached:
+            return OptionError(
+                f"{what} (all zero: nothing reached it in the data of the fit), and a gradient that is not zero is to "
+                f"be solved for.\n  give it a damping: c.solve(g, damping={{{self.name!r}: 1e-3}}), or leave it out of "
+                "the fit (params=)"
+            )
+        return OptionError(
+            f"{what} (smallest eigenvalue {float(self.eigenvalues.min()):.3g}, largest "
+            f"{float(self.eigenvalues.max()):.3g}).\n"
+            "  give a damping: c.solve(g, damping=1e-3), or None for 0.1 of each block's mean eigenvalue"
+        )
+
     def _acted(self, values: Mapping[str, Tensor], factor: Tensor) -> dict[str, Tensor]:
-        return self.out_of(self._into(values) * factor.to(next(iter(values.values()))))
+        """In float32 at least, rounded once at the end to what was given."""
+        turned = self._into(values)
+        found = self.out_of(turned * factor.to(turned.device, turned.real.dtype))
+        return {name: value.to(values[name].dtype) for name, value in found.items()}
 
     def _into(self, values: Mapping[str, Tensor]) -> Tensor:
         """(m, stack, rows, columns): gradients as matrices, with the bias, in the basis."""
         value = values[self.name]
+        value = value.to(wide(value.dtype))
         if self.matrix is None:
             return value
         found = self.matrix.of(value)
         if self.bias is not None:
-            shift = values[self.bias.name].reshape(len(value), self.matrix.stack, -1)
+            shift = values[self.bias.name].reshape(len(value), self.matrix.stack, self.bias.size // self.matrix.stack)
             dim = 2 if self.bias.side == "rows" else 3
             found = torch.cat([found, shift.unsqueeze(dim)], dim)
         return self.turned(found)

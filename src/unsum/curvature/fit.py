@@ -84,7 +84,8 @@ def fit(
         raise OptionError("fit(resume=...): the data must come in the same order again: no iterator, no shuffle=True")
     run = _Fit(model, loss_fn, examples, likelihood, params, samples, seed)
     origin = Origin(kind, setting, "empirical" if likelihood is None else likelihood.name, run.fingerprints)
-    state = None if resume is None else Resumed(resume, chunk, origin, {"seed": seed, "max_side": max_side})
+    options = {"seed": seed, "max_side": max_side, "batches": examples.batches(), "batch_size": examples.batch_size}
+    state = None if resume is None else Resumed(resume, chunk, origin, options)
     sums = Sums(run.biases, kind=kind, setting=setting, max_side=max_side)
     done = 0 if state is None else state.begin(sums)
     run.read(sums, 0, done, None if state is None else lambda batches: state.keep(batches, sums))
@@ -114,7 +115,7 @@ def _check_options(
         raise OptionError(
             f"likelihood={likelihood!r}: unsum.curvature.categorical(forward), .gaussian(forward), or None (empirical)"
         )
-    if likelihood is None and not callable(loss_fn):
+    if likelihood is None and (not callable(loss_fn) or isinstance(loss_fn, nn.Module)):
         raise OptionError("fit needs loss_fn(model, batch), which returns one loss for each sample, or likelihood=")
     for name, value, least in (("max_side", max_side, 1), ("chunk", chunk, 1), ("seed", seed, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:

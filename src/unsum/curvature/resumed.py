@@ -29,7 +29,7 @@ class Resumed:
                 raise OptionError(f"{path}: a curvature that is done, not the state of a fit; give another path")
             if origin_of(self._manifest) != origin or self._manifest["options"] != self._options:
                 raise OptionError(
-                    f"{path}: the state of a fit with other options, or of other parameters.\n"
+                    f"{path}: the state of a fit with other options, on other data, or of other parameters.\n"
                     "  remove it, or give the arguments that it was begun with"
                 )
         self._batches = list(self._manifest.get("batches", (0, 0)))  # that each pass has read

@@ -3,6 +3,7 @@ all other parameters' gradients."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -54,6 +55,11 @@ class Bias:
     name: str
     shape: tuple[int, ...]
     side: Side
+
+    @property
+    def size(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
 
 
 @dataclass(eq=False)

@@ -83,6 +83,8 @@ def influence(
         raise OptionError(
             "precondition is for the conjugate gradients of unsum.curvature.ggn: give curvature=h as well"
         )
+    if not isinstance(tokens, bool):
+        raise OptionError(f"tokens={tokens!r}: True or False")
     if memory is not None and (not is_number(memory) or memory <= 0):
         raise OptionError(f"memory={memory!r}: bytes, above 0, or None")
     examples = _in_order(train, batch_size, "train")
@@ -112,7 +114,7 @@ def _in_order(data: Any, batch_size: int, what: str) -> Examples:
     if examples.is_shuffled:
         raise OptionError(
             f"{what}: this DataLoader shuffles, so that nobody could tell which example a score belongs to.\n"
-            "  make it with shuffle=False"
+            "  make it with shuffle=False, and no random sampler"
         )
     return examples
 
@@ -138,7 +140,7 @@ class _Run:
                 f"the curvature covers {len(covered)} parameters of the model, and {len(self._parameters)} are chosen "
                 "here; fit it with the same params=, on the same model"
             )
-        if isinstance(curvature, Curvature):
+        if curvature is not None:
             curvature.refuse_changed(self._parameters)
         devices = {p.device for p in self._parameters.values()}
         self._memory = free_memory(devices) if memory is None else memory
@@ -147,7 +149,7 @@ class _Run:
         """The queries' gradients, as many at a time as fit."""
         kept: list[Gradients] = []
         first = begun = 0
-        sizes = [p.numel() * p.element_size() for p in self._parameters.values()]
+        sizes = [p.numel() * max(p.element_size(), 4) for p in self._parameters.values()]
         size = 0.0
         for batch in asked.shown("queries"):
             with gradients(self._model, samples=samples_of(self._samples, batch), params=self._params, grad=False) as g:
