@@ -160,10 +160,11 @@ class _Fit:
             if not len(losses):
                 return 0
             losses.sum().backward()
-        refuse_other_number(len(losses), reducer.n - before, "fit")
+        if self._likelihood is None or samples is None:  # drawn losses come by row, also of packed documents
+            refuse_other_number(len(losses), reducer.n - before, "fit")
         if reducer.finite is not None and not bool(reducer.finite.isfinite()):
             self._name_not_finite(batch, first, seed)
-        return len(losses)
+        return int(reducer.n - before)
 
     def _losses(self, batch: Any, first: int, seed: int) -> Tensor:
         if self._likelihood is None:

@@ -61,7 +61,7 @@ class GaussNewton:
     def matvec(self, v: Any) -> dict[str, Tensor]:
         """The matrix times v: {parameter: tensor}, or {parameter: (m, *shape)} for m vectors at once."""
         given = self._read(v, "matvec")
-        return given.back(self._times(given.parts))
+        return given.back({name: value.to(given.parts[name].dtype) for name, value in self._times(given.parts).items()})
 
     def solve(
         self,
@@ -73,8 +73,8 @@ class GaussNewton:
     ) -> dict[str, Tensor]:
         """(matrix + damping)⁻¹ v by conjugate gradients.
 
-        They stop where the residual |v − (matrix + damping) x| is at most `tol`·|v|; where `max_iter` steps do not get
-        there, a warning says how far they got.
+        They stop where the residual |v − (matrix + damping) x|, as the steps keep track of it, is at most `tol`·|v|; at
+        the end it is computed anew, and where it is above 10 times that, a warning says how far they got and why.
 
         Args:
             v: {parameter: tensor}, {parameter: (m, *shape)}, or what `unsum.gradients` gives.
@@ -99,7 +99,9 @@ class GaussNewton:
             precondition.refuse_changed(self._parameters)
         apply = lambda parts: {name: value + damping * parts[name] for name, value in self._times(parts).items()}
         before = None if precondition is None else (lambda parts: precondition.solve(parts, damping=damping or None))
-        return given.back(conjugate_gradients(apply, given.parts, before, tol=tol, max_iter=max_iter))
+        right = {name: part.to(wide(part.dtype)) for name, part in given.parts.items()}
+        found = conjugate_gradients(apply, right, before, tol=tol, max_iter=max_iter)
+        return given.back({name: value.to(given.parts[name].dtype) for name, value in found.items()})
 
     @property
     def damping(self) -> float:
@@ -177,6 +179,7 @@ class GaussNewton:
         total: dict[str, Tensor] = {}
         for batch in self._examples:
             for name, value in self._times_batch(batch, parts).items():
+                value = value.to(wide(value.dtype))  # a sum over many batches
                 total[name] = total[name] + value if name in total else value
         return {name: value / self.n for name, value in total.items()}
 
