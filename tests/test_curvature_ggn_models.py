@@ -64,6 +64,7 @@ class Checkpointed(nn.Module):
         return self.above(checkpoint(torch.tanh, self.below(x), use_reentrant=True))
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs")
 def test_a_reentrant_checkpoint_is_refused_by_name():
     with pytest.raises(UnsupportedError, match="use_reentrant=False"):
         ggn(made(Checkpointed)).matvec(random_rows(made(Checkpointed), 1))

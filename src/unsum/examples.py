@@ -6,6 +6,7 @@ A DataLoader, or any iterable, gives batches. A torch Dataset, or a list, gives 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -23,7 +24,9 @@ from torch.utils.data import (
 
 from unsum import samples as sample_maps
 from unsum.check import LossFunction, losses_by_sample
-from unsum.errors import OptionError, SamplesError
+from unsum.errors import InteractionError, OptionError, SamplesError
+from unsum.gradients import mark_samples
+from unsum.nested import leaves
 from unsum.progress import progress
 
 SamplesOfBatch = sample_maps.Samples | Tensor | None | Callable[[Any], sample_maps.Samples | Tensor | None]
@@ -115,15 +118,41 @@ def samples_of(samples: SamplesOfBatch, batch: Any) -> sample_maps.Samples | Ten
     return samples(batch) if callable(samples) else samples
 
 
-def losses_of(loss_fn: LossFunction, model: nn.Module, batch: Any, first: int, what: str) -> Tensor:
-    """The loss of each example of a batch, (n,); an example whose loss is not finite is an error, with its number."""
+def losses_of(
+    loss_fn: LossFunction, model: nn.Module, batch: Any, first: int, what: str, *, are_samples: bool = True
+) -> Tensor:
+    """The loss of each example of a batch, (n,); an example whose loss is not finite is an error, with its number.
+
+    `are_samples`: nothing else says what the samples are, so the losses do. A loss that depends on other examples is
+    then seen, and so is a loss_fn that calls the model for one example after the other."""
     losses = losses_by_sample(loss_fn, model, batch)
+    if are_samples:
+        _refuse_other_rows(len(losses), batch, what)
     if not losses.requires_grad:
         raise SamplesError(
             f"{what}: the losses do not depend on parameters that are trained (no_grad, or all are frozen)"
         )
     refuse_not_finite(losses.detach(), first, what, "loss")
-    return losses
+    return mark_samples(losses) if are_samples else losses
+
+
+def _refuse_other_rows(losses: int, batch: Any, what: str) -> None:
+    """Raise if all tensors of a batch have as many rows as each other, and not as many as there are losses."""
+    rows = {len(tensor) for _, tensor in leaves(batch) if tensor.dim()}
+    if len(rows) == 1:
+        refuse_other_number(losses, rows.pop(), what)
+
+
+@contextmanager
+def alone(what: str) -> Iterator[None]:
+    """Where examples depend on each other, an error that says what can be done about it here."""
+    try:
+        yield
+    except InteractionError as error:
+        raise InteractionError(
+            f"{what}: {str(error).splitlines()[0]}\n"
+            "  call model.eval() first if it is the model; if it is the loss, let each example's be its own"
+        ) from error
 
 
 def refuse_not_finite(values: Tensor, first: int, what: str, of: str) -> None:

@@ -16,7 +16,15 @@ from unsum.curvature.likelihood import Likelihood
 from unsum.curvature.resumed import Resumed
 from unsum.curvature.sums import ParameterSums, Setting, Sums
 from unsum.errors import OptionError, SamplesError
-from unsum.examples import Examples, SamplesOfBatch, losses_of, refuse_not_finite, refuse_other_number, samples_of
+from unsum.examples import (
+    Examples,
+    SamplesOfBatch,
+    alone,
+    losses_of,
+    refuse_not_finite,
+    refuse_other_number,
+    samples_of,
+)
 from unsum.fingerprint import fingerprint
 from unsum.gradients import gradients
 from unsum.reducers import Norms
@@ -155,8 +163,8 @@ class _Fit:
 
     def _read_batch(self, reducer: Any, batch: Any, first: int, seed: int) -> int:
         samples, before = samples_of(self._samples, batch), reducer.n
-        with gradients(self._model, reducer, samples=samples, params=self._params, grad=False):
-            losses = self._losses(batch, first, seed)
+        with alone("fit"), gradients(self._model, reducer, samples=samples, params=self._params, grad=False):
+            losses = self._losses(batch, first, seed, are_samples=samples is None)
             if not len(losses):
                 return 0
             losses.sum().backward()
@@ -166,22 +174,22 @@ class _Fit:
             self._name_not_finite(batch, first, seed)
         return int(reducer.n - before)
 
-    def _losses(self, batch: Any, first: int, seed: int) -> Tensor:
+    def _losses(self, batch: Any, first: int, seed: int, *, are_samples: bool) -> Tensor:
         if self._likelihood is None:
             assert self._loss_fn is not None
-            return losses_of(self._loss_fn, self._model, batch, first, "fit")
+            return losses_of(self._loss_fn, self._model, batch, first, "fit", are_samples=are_samples)
 
         def drawn(model: nn.Module, batch: Any) -> Tensor:
             assert self._likelihood is not None
             outputs = self._likelihood.outputs(model, batch)
             return self._likelihood.drawn_losses(outputs, batch, torch.Generator().manual_seed(seed))
 
-        return losses_of(drawn, self._model, batch, first, "fit")
+        return losses_of(drawn, self._model, batch, first, "fit", are_samples=are_samples)
 
     def _name_not_finite(self, batch: Any, first: int, seed: int) -> None:
-        norms = Norms()
-        with gradients(self._model, norms, samples=samples_of(self._samples, batch), params=self._params, grad=False):
-            self._losses(batch, first, seed).sum().backward()
+        norms, samples = Norms(), samples_of(self._samples, batch)
+        with gradients(self._model, norms, samples=samples, params=self._params, grad=False):
+            self._losses(batch, first, seed, are_samples=samples is None).sum().backward()
         refuse_not_finite(norms.norms(), first, "fit", "gradient")
         raise SamplesError(
             f"fit: a sum over the batch of example {first} is not finite: gradients or inputs are too large"

@@ -225,7 +225,8 @@ class GaussNewton:
                     roots, leaves, like, retain_graph=True, allow_unused=True, is_grads_batched=True
                 )
                 return [
-                    leaf.new_zeros(m, *leaf.shape) if g is None else g for g, leaf in zip(found, leaves, strict=True)
+                    leaf.new_zeros(m, *leaf.shape) if g is None else _dense(g)
+                    for g, leaf in zip(found, leaves, strict=True)
                 ]
             except RuntimeError as error:
                 log.info("unsum: ggn takes one vector after the other (%s)", str(error).splitlines()[0])
@@ -236,8 +237,14 @@ class GaussNewton:
                 found = torch.autograd.grad(
                     roots, leaves, [row[k] for row in like], retain_graph=True, allow_unused=True
                 )
-                each.append([torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)])
+                each.append(
+                    [torch.zeros_like(leaf) if g is None else _dense(g) for g, leaf in zip(found, leaves, strict=True)]
+                )
         return [torch.stack(column) for column in zip(*each, strict=True)]
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad if grad.layout == torch.strided else grad.to_dense()
 
 
 def ggn(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from unsum.curvature.likelihood import Convex, Likelihood
 from unsum.curvature.second_backward import outputs_of
 from unsum.errors import InteractionError, UnsumError, UnsupportedError
+from unsum.examples import alone
 from unsum.gradients import gradients
 from unsum.kernels.product import wide
 from unsum.reducers import Norms
@@ -45,10 +46,12 @@ def trace_of(
 
 def refuse_interaction(model: nn.Module, likelihood: Likelihood, batch: Any, params: str | Sequence[str]) -> None:
     """Raise if a sample's outputs depend on the other samples: what is not a sum over samples has no mean over them."""
+    squares = _Squares(model, likelihood, batch, params)
     try:
-        _Squares(model, likelihood, batch, params).of(lambda found: found.reshape(len(found), -1).nan_to_num().sum(1))
-    except InteractionError as error:
-        raise InteractionError(f"ggn: {str(error).splitlines()[0]}\n  call model.eval() first") from error
+        with alone("ggn"):
+            squares.of(lambda found: found.reshape(len(found), -1).nan_to_num().sum(1))
+    except InteractionError:
+        raise
     except UnsumError:
         return  # it is not known whether they do; products need no gradient of each sample
 

@@ -12,7 +12,15 @@ from unsum.check import LossFunction
 from unsum.curvature import Curvature, GaussNewton
 from unsum.curvature.vectors import is_number
 from unsum.errors import OptionError, SamplesError
-from unsum.examples import Examples, SamplesOfBatch, losses_of, refuse_not_finite, refuse_other_number, samples_of
+from unsum.examples import (
+    Examples,
+    SamplesOfBatch,
+    alone,
+    losses_of,
+    refuse_not_finite,
+    refuse_other_number,
+    samples_of,
+)
 from unsum.gathered import Gradients
 from unsum.gradients import gradients
 from unsum.influence.queries import Queries, Scored, formed, held
@@ -152,8 +160,9 @@ class _Run:
         sizes = [p.numel() * max(p.element_size(), 4) for p in self._parameters.values()]
         size = 0.0
         for batch in asked.shown("queries"):
-            with gradients(self._model, samples=samples_of(self._samples, batch), params=self._params, grad=False) as g:
-                losses = losses_of(self._loss_fn, self._model, batch, first, "query")
+            samples = samples_of(self._samples, batch)
+            with alone("query"), gradients(self._model, samples=samples, params=self._params, grad=False) as g:
+                losses = losses_of(self._loss_fn, self._model, batch, first, "query", are_samples=samples is None)
                 if not len(losses):
                     continue
                 losses.sum().backward()
@@ -189,8 +198,8 @@ class _Run:
         first = 0
         for batch in examples.shown("examples"):
             samples = samples_of(self._samples, batch)
-            with gradients(self._model, *reducers, samples=samples, params=self._params, grad=False):
-                losses = losses_of(self._loss_fn, self._model, batch, first, "train")
+            with alone("train"), gradients(self._model, *reducers, samples=samples, params=self._params, grad=False):
+                losses = losses_of(self._loss_fn, self._model, batch, first, "train", are_samples=samples is None)
                 if not len(losses):
                     continue
                 losses.sum().backward()
