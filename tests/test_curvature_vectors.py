@@ -6,7 +6,7 @@ from torch import nn
 
 import unsum
 from brute_curvature import flat, random_rows
-from curvature_checks import close, fitted, same
+from curvature_checks import close, distance, fitted, same
 from curvature_nets import Batches, classified, forward, ids, mlp, numbers
 from unsum.errors import UnsumError
 
@@ -107,3 +107,40 @@ def test_a_block_that_nothing_reached():
         assert unsum.influence(model, classified, Batches(BATCH), Batches(BATCH), c).matrix.isfinite().all()
         with pytest.raises(UnsumError, match="(?s)other.*reached.*other.weight': 1e-3"):
             c.solve(random_rows(model, 1))
+
+
+def test_a_large_vocabulary_is_solved_with_the_default_damping():
+    """Most of its rows were never met: the mean eigenvalue is far below the largest, and its damping is one."""
+
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.head = nn.Embedding(20_000, 4), nn.Linear(4, 20_000, bias=False)
+            self.head.weight = self.words.weight
+
+        def forward(self, ids):
+            return self.head(self.words(ids).tanh())
+
+    torch.manual_seed(0)
+    model, batch = Words(), (ids(0, 4, 6), ids(1, 4, 6))
+    for kind in ("kfac", "ekfac"):
+        c = unsum.curvature.fit(model, classified, Batches(batch), kind)
+        with unsum.gradients(model) as g:
+            classified(model, batch).sum().backward()
+        x, damping = c.solve(g), c.damping["words.weight"]
+        back = c.matvec(x)["words.weight"] + damping * x["words.weight"]
+        assert distance(back, g["words.weight"].per_sample()) < 1e-2
+        assert unsum.influence(model, classified, Batches(batch), Batches(batch), c).matrix.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_number_for_the_damping_always_wins(kind):
+    """Also one that rounding hides beside the largest eigenvalue."""
+    model = mlp().float()
+    c = fitted(model, classified, [(BATCH[0].float(), BATCH[1])], kind)
+    rows = {name: value.float() for name, value in random_rows(model, 2).items()}
+    tiny = c.solve(rows, damping=1e-9)
+    assert all(value.isfinite().all() for value in tiny.values())
+    half = c.solve(rows, damping=2e-9)  # what is not met by any eigenvalue is divided by the damping alone
+    ratio = float(flat(tiny).norm() / flat(half).norm())
+    assert ratio == pytest.approx(2, rel=0.2) or kind == "diagonal"

@@ -58,24 +58,23 @@ class Block:
 
     def matvec(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The block times gradients, {parameter: (m, *shape)}."""
-        return self._acted(values, self.eigenvalues)
+        return self._back(self._into(values), self.eigenvalues, values)
 
     def solve(self, values: Mapping[str, Tensor], damping: float) -> dict[str, Tensor]:
         """The inverse of the damped block times gradients."""
-        damped = self.eigenvalues + damping
+        turned = self._into(values)
+        damped = (self.eigenvalues + damping).to(turned.device)
         largest = float(damped.max()) if damped.numel() else 0.0
-        is_zero = damped <= largest * self.precision
+        rounding = torch.finfo(damped.dtype).eps if damping and self.basis is not None else self.precision
+        is_zero = damped <= largest * rounding
+        factor = 1 / damped
         if bool(is_zero.any()):
-            moved = self._into(values)
-            if bool(
-                (
-                    moved.abs() * is_zero
-                    > self.precision * moved.abs().amax(tuple(range(1, moved.dim())), keepdim=True)
-                ).any()
-            ):
+            sizes = turned.abs()
+            is_noise = sizes <= rounding * sizes.flatten(1).amax(1).view(-1, *[1] * (sizes.dim() - 1))
+            if not damping and bool((is_zero & ~is_noise).any()):
                 raise self._singular(damping, is_reached=largest > damping)
-            damped = damped.masked_fill(is_zero, torch.inf)
-        return self._acted(values, 1 / damped)
+            factor = torch.where(is_zero & is_noise, 0, factor)  # rounding is not blown up; any damping wins otherwise
+        return self._back(turned, factor, values)
 
     def _singular(self, damping: float, *, is_reached: bool) -> OptionError:
         what = f"{self.name}: its block is singular with damping {damping:g}"
@@ -91,9 +90,8 @@ class Block:
             "  give a damping: c.solve(g, damping=1e-3), or None for 0.1 of each block's mean eigenvalue"
         )
 
-    def _acted(self, values: Mapping[str, Tensor], factor: Tensor) -> dict[str, Tensor]:
-        """In float32 at least, rounded once at the end to what was given."""
-        turned = self._into(values)
+    def _back(self, turned: Tensor, factor: Tensor, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Multiplied in the basis, in float32 at least; rounded once, at the end, to the dtypes of `values`."""
         found = self.out_of(turned * factor.to(turned.device, turned.real.dtype))
         return {name: value.to(values[name].dtype) for name, value in found.items()}
 
