@@ -54,7 +54,7 @@ class Examples:
         self.has_examples = isinstance(data, Dataset | list)
         loader = getattr(data, "batch_size", None)  # of a DataLoader; None where that is not known
         self.batch_size: int | None = batch_size if self.has_examples else loader if isinstance(loader, int) else None
-        self.is_once = not self.has_examples and iter(data) is data  # an iterator: what it gave is gone
+        self.is_once = not self.has_examples and isinstance(data, Iterator)  # what it gave is gone
         self.is_shuffled = isinstance(data, DataLoader) and _shuffles(data)
 
     def batches(self) -> int | None:

@@ -152,12 +152,12 @@ class _Run:
             curvature.refuse_changed(self._parameters)
         devices = {p.device for p in self._parameters.values()}
         self._memory = free_memory(devices) if memory is None else memory
+        self._row = sum(p.numel() * max(p.element_size(), 4) for p in self._parameters.values())  # bytes of a query
 
     def queries(self, asked: Examples) -> Iterator[Queries]:
         """The queries' gradients, as many at a time as fit."""
         kept: list[Gradients] = []
         first = begun = 0
-        sizes = [p.numel() * max(p.element_size(), 4) for p in self._parameters.values()]
         size = 0.0
         for batch in asked.shown("queries"):
             samples = samples_of(self._samples, batch)
@@ -168,23 +168,29 @@ class _Run:
                 losses.sum().backward()
             refuse_other_number(len(losses), len(g.ids), "query")
             refuse_not_finite(g.norms(), first, "query", "gradient")
-            more = held(g) * 4 if self._curvature is None else len(losses) * sum(sizes)
+            more = held(g) * 4 if self._curvature is None else len(losses) * self._row
             if kept and size + more > self._memory:
-                yield self._turned(kept, first - begun)
+                yield from self._turned(kept, first - begun)
                 kept, size, begun = [], 0.0, first
             kept.append(g)
             size += more
             first += len(losses)
         if kept:
-            yield self._turned(kept, first - begun)
+            yield from self._turned(kept, first - begun)
 
-    def _turned(self, kept: list[Gradients], m: int) -> Queries:
+    def _turned(self, kept: list[Gradients], m: int) -> Iterator[Queries]:
+        """These queries; in parts, where one batch of them is more than fits."""
         if self._curvature is None:
-            return Queries(m, kept)
-        rows = formed(kept)
-        if isinstance(self._curvature, Curvature):
-            return Queries(m, rows=self._curvature.solve(rows, self._damping))
-        return Queries(m, rows=self._curvature.solve(rows, self._damping, precondition=self._precondition))
+            yield Queries(m, kept)
+            return
+        some = m if len(kept) > 1 else max(1, int(self._memory // self._row))
+        for begin in range(0, m, some):
+            rows = formed(kept, slice(begin, begin + some))
+            if isinstance(self._curvature, Curvature):
+                solved = self._curvature.solve(rows, self._damping)
+            else:
+                solved = self._curvature.solve(rows, self._damping, precondition=self._precondition)
+            yield Queries(min(some, m - begin), rows=solved)
 
     def scored(
         self, examples: Examples, queries: Queries, *, cosine: bool, tokens: bool

@@ -50,10 +50,14 @@ def held(gradients: Gradients) -> int:
     )
 
 
-def formed(kept: list[Gradients]) -> Rows:
-    """{parameter: (m, *shape)}, in float32 at least."""
-    parts = [gradients.per_sample() for gradients in kept]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+def formed(kept: list[Gradients], some: slice = slice(None)) -> Rows:
+    """{parameter: (m, *shape)} of some of these queries, in float32 at least; one parameter after the other."""
+    found = {}
+    for name in kept[0]:
+        each = [gradients[name].per_sample() for gradients in kept]
+        rows = each[0] if len(each) == 1 else torch.cat(each)
+        found[name] = rows if len(rows[some]) == len(rows) else rows[some].clone()
+    return found
 
 
 class Scored:
