@@ -123,3 +123,8 @@ def test_batches_that_are_empty_change_nothing():
         unsum.influence(model, losses, data, data).matrix,
         unsum.influence(model, classified, DATA, DATA).matrix,
     )
+
+
+def test_a_fit_is_not_continued_from_a_folder(tmp_path):
+    with pytest.raises(UnsumError, match="folder"):
+        unsum.curvature.fit(mlp(), classified, DATA, resume=tmp_path)

@@ -23,6 +23,8 @@ class Resumed:
         self._path, self._chunk, self._origin, self._options = Path(path), chunk, origin, dict(options)
         self._tensors: Mapping[str, Tensor] = {}
         self._manifest: Mapping[str, Any] = {}
+        if self._path.is_dir():
+            raise OptionError(f"resume={str(path)!r} is a folder; give the path of a file in it")
         if self._path.exists():
             self._tensors, self._manifest = read(self._path)
             if "pass" not in self._manifest:
