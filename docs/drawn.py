@@ -1,5 +1,5 @@
 """Pictures that the pages' own code draws: `picture = unsum.draw(...)` in a block, and the image after it in the text.
-A picture of something else is drawn from the page's variables, by a function in `OTHERS`.
+A picture of something else is drawn from the page's variables, by `draw` in the file of its name (`taught.py`).
 
 `python docs/drawn.py` draws them again into `docs/drawn/`; a test compares.
 """
@@ -7,14 +7,23 @@ A picture of something else is drawn from the page's variables, by a function in
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
-
-import taught
+from typing import Any
 
 DOCS = Path(__file__).parent
 PAGES = (DOCS / "hooks.md", DOCS / "draw.md", DOCS / "influence.md", DOCS.parent / "README.md")
-OTHERS = {"taught.svg": taught.draw}
 _BLOCK_OR_IMAGE = re.compile(r"^```python\n(?P<code>.*?)^```$|\]\((?:docs/)?drawn/(?P<name>\w+\.svg)\)", re.M | re.S)
+
+
+def _other(name: str) -> Callable[[dict[str, Any]], str] | None:
+    """What draws a picture that is none of unsum's own."""
+    path = (DOCS / name).with_suffix(".py")
+    if not path.exists():
+        return None
+    made: dict[str, Any] = {"__name__": path.stem}
+    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), made)
+    return made["draw"]
 
 
 def draw(page: Path) -> dict[str, str]:
@@ -23,7 +32,7 @@ def draw(page: Path) -> dict[str, str]:
     names: dict[str, object] = {"__name__": page.stem, "print": lambda *_: None}
     for match in _BLOCK_OR_IMAGE.finditer(page.read_text(encoding="utf-8")):
         if match["name"]:
-            other = OTHERS.get(match["name"])
+            other = _other(match["name"])
             found[match["name"]] = other(names) if other else names["picture"].svg  # type: ignore[attr-defined]
         else:
             exec(match["code"], names)

@@ -241,6 +241,6 @@ def test_a_fit_is_not_continued_in_batches_of_another_size(kind, tmp_path):
     model, options = mlp(), {"kind": kind, "resume": tmp_path / "fit", "chunk": 2}
     with pytest.raises(RuntimeError, match="gone"):
         unsum.curvature.fit(model, failing, Examples(x, y), batch_size=3, **options)
-    with pytest.raises(UnsumError, match="other batches"):
+    with pytest.raises(UnsumError, match="other data"):
         unsum.curvature.fit(model, classified, Examples(x, y), batch_size=6, **options)
     assert unsum.curvature.fit(model, classified, Examples(x, y), batch_size=3, **options).n == 24

@@ -276,3 +276,24 @@ def test_influence_leaves_the_model_as_it_was():
     scored(model, loss_fn, train, query)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters()) and torch.equal(torch.get_rng_state(), random)
+
+
+class Counted(Batches):
+    """Batches that count how often they are read."""
+
+    reads = 0
+
+    def __iter__(self):
+        self.reads += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("score", ["dot", "cosine"])
+def test_one_batch_of_queries_that_is_more_than_memory_is_taken_in_parts(score):
+    model, loss_fn, batches = LAYERED["mlp"]()
+    c, query = fitted(model, loss_fn, batches, "ekfac"), tuple(tensor[:5] for tensor in batches[0])
+    whole, train = scored(model, loss_fn, batches, [query], curvature=c, score=score), Counted(*batches)
+    two = 2 * 8 * sum(p.numel() for p in model.parameters())  # bytes of two queries
+    parts = unsum.influence(model, loss_fn, train, Batches(query), c, score, memory=two)
+    close(parts.matrix, whole.matrix)
+    assert train.reads == 3

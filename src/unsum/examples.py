@@ -6,6 +6,7 @@ A DataLoader, or any iterable, gives batches. A torch Dataset, or a list, gives 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -22,7 +24,9 @@ from torch.utils.data import (
 
 from unsum import samples as sample_maps
 from unsum.check import LossFunction, losses_by_sample
-from unsum.errors import OptionError, SamplesError
+from unsum.errors import InteractionError, OptionError, SamplesError
+from unsum.gradients import mark_samples
+from unsum.nested import leaves
 from unsum.progress import progress
 
 SamplesOfBatch = sample_maps.Samples | Tensor | None | Callable[[Any], sample_maps.Samples | Tensor | None]
@@ -48,7 +52,9 @@ class Examples:
         self._data: Any = data
         self._batch_size, self._what = batch_size, what
         self.has_examples = isinstance(data, Dataset | list)
-        self.is_once = not self.has_examples and iter(data) is data  # an iterator: what it gave is gone
+        loader = getattr(data, "batch_size", None)  # of a DataLoader; None where that is not known
+        self.batch_size: int | None = batch_size if self.has_examples else loader if isinstance(loader, int) else None
+        self.is_once = not self.has_examples and isinstance(data, Iterator)  # what it gave is gone
         self.is_shuffled = isinstance(data, DataLoader) and _shuffles(data)
 
     def batches(self) -> int | None:
@@ -67,7 +73,8 @@ class Examples:
         if not self.has_examples:
             yield from islice(iter(self._data), done, None)
             return
-        if hasattr(self._data, "__getitem__") and hasattr(self._data, "__len__"):
+        is_listed = hasattr(self._data, "__getitem__") and not isinstance(self._data, IterableDataset)
+        if is_listed and hasattr(self._data, "__len__"):
             examples: Iterator[Any] = (self._data[k] for k in range(done * self._batch_size, len(self._data)))
         else:
             examples = islice(iter(self._data), done * self._batch_size, None)
@@ -91,18 +98,19 @@ class Examples:
         except (RuntimeError, TypeError) as error:
             raise OptionError(
                 f"{self._what}: {len(chunk)} examples cannot be made a batch ({str(error).splitlines()[0]}).\n"
-                "  give a DataLoader with a collate_fn of your own (padding), or batch_size=1"
+                "  give a DataLoader with a collate_fn of your own (padding), or batch_size=1; batches that are ready: "
+                "DataLoader(batches, batch_size=None)"
             ) from error
 
 
 def _shuffles(loader: DataLoader[Any]) -> bool:
-    """Whether one of torch's own samplers draws the order; of a batch sampler, the one that it is made of."""
-    for sampler in (getattr(loader, "sampler", None), getattr(loader.batch_sampler, "sampler", None)):
-        if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
-            return True
-        if isinstance(sampler, DistributedSampler) and sampler.shuffle:
-            return True
-    return False
+    """Whether torch's own samplers give its examples in another order each time."""
+    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    return any(
+        isinstance(each, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
+        or (isinstance(each, DistributedSampler) and each.shuffle)
+        for each in samplers
+    )
 
 
 def samples_of(samples: SamplesOfBatch, batch: Any) -> sample_maps.Samples | Tensor | None:
@@ -110,15 +118,41 @@ def samples_of(samples: SamplesOfBatch, batch: Any) -> sample_maps.Samples | Ten
     return samples(batch) if callable(samples) else samples
 
 
-def losses_of(loss_fn: LossFunction, model: nn.Module, batch: Any, first: int, what: str) -> Tensor:
-    """The loss of each example of a batch, (n,); an example whose loss is not finite is an error, with its number."""
+def losses_of(
+    loss_fn: LossFunction, model: nn.Module, batch: Any, first: int, what: str, *, are_samples: bool = True
+) -> Tensor:
+    """The loss of each example of a batch, (n,); an example whose loss is not finite is an error, with its number.
+
+    `are_samples`: nothing else says what the samples are, so the losses do. A loss that depends on other examples is
+    then seen, and so is a loss_fn that calls the model for one example after the other."""
     losses = losses_by_sample(loss_fn, model, batch)
+    if are_samples:
+        _refuse_other_rows(len(losses), batch, what)
     if not losses.requires_grad:
         raise SamplesError(
             f"{what}: the losses do not depend on parameters that are trained (no_grad, or all are frozen)"
         )
     refuse_not_finite(losses.detach(), first, what, "loss")
-    return losses
+    return mark_samples(losses) if are_samples else losses
+
+
+def _refuse_other_rows(losses: int, batch: Any, what: str) -> None:
+    """Raise if all tensors of a batch have as many rows as each other, and not as many as there are losses."""
+    rows = {len(tensor) for _, tensor in leaves(batch) if tensor.dim()}
+    if len(rows) == 1:
+        refuse_other_number(losses, rows.pop(), what)
+
+
+@contextmanager
+def alone(what: str) -> Iterator[None]:
+    """Where examples depend on each other, an error that says what can be done about it here."""
+    try:
+        yield
+    except InteractionError as error:
+        raise InteractionError(
+            f"{what}: {str(error).splitlines()[0]}\n"
+            "  call model.eval() first if it is the model; if it is the loss, let each example's be its own"
+        ) from error
 
 
 def refuse_not_finite(values: Tensor, first: int, what: str, of: str) -> None:

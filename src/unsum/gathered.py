@@ -261,7 +261,7 @@ class Gradients:
         """(n, m): inner products with every sample of `other`, over all parameters. `other` may also be
         {parameter: (m, *shape)}, or {parameter: tensor}, which gives (n,); what it does not name counts as zero."""
         if isinstance(other, Gradients):
-            return torch.stack([self[name].dot(other[name]).double() for name in self]).sum(0)
+            return torch.stack([self[name].dot(other[name]).real.double() for name in self]).sum(0)
         if not isinstance(other, Mapping):
             raise OptionError(
                 f"dot takes the gradients of another block, or {{parameter: tensor}}, got {type(other).__name__}"
@@ -270,7 +270,7 @@ class Gradients:
             raise OptionError("dot got an empty dictionary: give {parameter: tensor} or {parameter: (m, *shape)}")
         parts: list[Tensor] = []
         for name, value in other.items():
-            found = self[name].dot(value).double()
+            found = self[name].dot(value).real.double()
             if parts and found.shape != parts[0].shape:
                 raise SamplesError(
                     f"dot: {name} has shape {tuple(value.shape)}, which is not as many tensors as the others have; "

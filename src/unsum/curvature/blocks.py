@@ -12,6 +12,7 @@ from torch import Tensor
 from unsum.curvature.pieces import Matrix, Side
 from unsum.curvature.sums import Bias, Pair, ParameterSums
 from unsum.errors import OptionError
+from unsum.kernels.product import wide
 
 DAMPING = 0.1  # of a block's mean eigenvalue
 
@@ -57,38 +58,52 @@ class Block:
 
     def matvec(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The block times gradients, {parameter: (m, *shape)}."""
-        return self._acted(values, self.eigenvalues)
+        return self._back(self.into(values), self.eigenvalues, values)
 
     def solve(self, values: Mapping[str, Tensor], damping: float) -> dict[str, Tensor]:
-        """The inverse of the damped block times gradients. Without damping, what lies where eigenvalues are zero must
-        be zero itself."""
-        moved, damped = self.into(values), self.eigenvalues + damping
-        if not damping and damped.numel():
-            largest = float(damped.max())
-            is_zero = damped <= largest * self.precision
-            sizes = moved.abs().amax(tuple(range(1, moved.dim())), keepdim=True)
-            if bool((moved.abs() * is_zero > self.precision * sizes).any()):
-                why, hint = f"smallest eigenvalue {float(damped.min()):.3g}, largest {largest:.3g}", "damping=1e-3"
-                if not largest:
-                    why = "nothing reached it in the data of the fit"
-                    hint = f"damping={{{self.name!r}: 1e-3}}, or leave it out (params=)"
-                raise OptionError(
-                    f"{self.name}: its block is singular and there is no damping ({why}).\n  give one above 0: {hint}"
-                )
-            damped = damped.masked_fill(is_zero, torch.inf)
-        return self.out_of(moved * (1 / damped).to(moved))
+        """The inverse of the damped block times gradients."""
+        turned = self.into(values)
+        damped = (self.eigenvalues + damping).to(turned.device)
+        largest = float(damped.max()) if damped.numel() else 0.0
+        rounding = torch.finfo(damped.dtype).eps if damping and self.basis is not None else self.precision
+        is_zero = damped <= largest * rounding
+        factor = 1 / damped
+        if bool(is_zero.any()):
+            sizes = turned.abs()
+            is_noise = sizes <= rounding * sizes.flatten(1).amax(1).view(-1, *[1] * (sizes.dim() - 1))
+            if not damping and bool((is_zero & ~is_noise).any()):
+                raise self._singular(damping, is_reached=largest > damping)
+            factor = torch.where(is_zero & is_noise, 0, factor)  # rounding is not blown up; any damping wins otherwise
+        return self._back(turned, factor, values)
 
-    def _acted(self, values: Mapping[str, Tensor], factor: Tensor) -> dict[str, Tensor]:
-        return self.out_of(self.into(values) * factor.to(next(iter(values.values()))))
+    def _singular(self, damping: float, *, is_reached: bool) -> OptionError:
+        what = f"{self.name}: its block is singular with damping {damping:g}"
+        if not is_reached:
+            return OptionError(
+                f"{what} (all zero: nothing reached it in the data of the fit), and a gradient that is not zero is to "
+                f"be solved for.\n  give it a damping: c.solve(g, damping={{{self.name!r}: 1e-3}}), or leave it out of "
+                "the fit (params=)"
+            )
+        return OptionError(
+            f"{what} (smallest eigenvalue {float(self.eigenvalues.min()):.3g}, largest "
+            f"{float(self.eigenvalues.max()):.3g}).\n"
+            "  give a damping: c.solve(g, damping=1e-3), or None for 0.1 of each block's mean eigenvalue"
+        )
+
+    def _back(self, turned: Tensor, factor: Tensor, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Multiplied in the basis, in float32 at least; rounded once, at the end, to the dtypes of `values`."""
+        found = self.out_of(turned * factor.to(turned.device, turned.real.dtype))
+        return {name: value.to(values[name].dtype) for name, value in found.items()}
 
     def into(self, values: Mapping[str, Tensor]) -> Tensor:
         """(m, stack, rows, columns): gradients as matrices, with the bias, in the basis."""
         value = values[self.name]
+        value = value.to(wide(value.dtype))
         if self.matrix is None:
             return value
         found = self.matrix.of(value)
         if self.bias is not None:
-            shift = values[self.bias.name].reshape(len(value), self.matrix.stack, -1)
+            shift = values[self.bias.name].reshape(len(value), self.matrix.stack, self.bias.size // self.matrix.stack)
             dim = 2 if self.bias.side == "rows" else 3
             found = torch.cat([found, shift.unsqueeze(dim)], dim)
         return self.turned(found)

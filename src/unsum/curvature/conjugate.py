@@ -13,6 +13,7 @@ from unsum.progress import progress
 
 Parts = Mapping[str, Tensor]  # {parameter: (m, *shape)}
 Apply = Callable[[Parts], Parts]
+_ROUNDING = 10  # times tol: where the residual that is left, computed anew, is above that, it is said
 
 
 def conjugate_gradients(
@@ -28,14 +29,18 @@ def conjugate_gradients(
     step = dict(near(residual))
     slope = dots(residual, step)
     going = size > 0
+    is_stuck = torch.zeros_like(going)  # by a direction without curvature: there is no way on
+    steps = 0
     shown: progress[None] = progress(max_iter, "conjugate gradients")
     with shown as line:
         for _ in range(max_iter):
             if not bool(going.any()):
                 break
+            steps += 1
             moved = apply(step)
             curved = dots(step, moved)
-            going &= curved > 0  # a direction without curvature: there is no way on
+            is_stuck |= going & (curved <= 0)
+            going &= curved > 0
             length = torch.where(going, slope / curved.where(going, torch.ones_like(curved)), 0.0)
             x = _added(x, step, length)
             residual = _added(residual, moved, -length)
@@ -46,14 +51,22 @@ def conjugate_gradients(
             again = torch.where(going, new / slope.where(slope != 0, torch.ones_like(slope)), 0.0)
             step, slope = _added(turned, step, again), new
             line.step()
+    if bool((size > 0).any()):  # what the steps kept track of has rounding of its own
+        residual = _added(right, apply(x), -torch.ones_like(size))
     left = dots(residual, residual).sqrt()
-    short = (left > wanted) | ~left.isfinite()
+    short = (left > _ROUNDING * wanted) | ~left.isfinite()
     if bool(short.any()):
         worst = float((left / size.clamp_min(1e-300))[short].max())
+        way = "more damping, a preconditioner (precondition=c) or max_iter= gets further"
+        if bool(is_stuck.any()):
+            way = "a direction has no curvature above 0: more damping, or a loss that is convex in the outputs"
+        elif steps < max_iter:
+            way = (
+                "products are not exact enough for more: a larger tol=, more damping, or a model in float32 or float64"
+            )
         warnings.warn(
-            f"conjugate gradients stopped short: after {max_iter} steps the residual of {int(short.sum())} of "
-            f"{len(short)} right sides is above tol={tol:g} (the largest is {worst:.2g} of its right side).\n"
-            "  more damping, a preconditioner (precondition=c) or max_iter= gets further",
+            f"conjugate gradients stopped short: after {steps} steps the residual of {int(short.sum())} of "
+            f"{len(short)} right sides is above tol={tol:g} (the largest is {worst:.2g} of its right side).\n  {way}",
             stacklevel=3,
         )
     return x

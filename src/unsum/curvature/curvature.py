@@ -153,6 +153,8 @@ class Curvature:
         sums = {name: _merged(name, sums, other.sums[name]) for name, sums in self.sums.items()}
         biases = {w: b for w, b in self.biases.items() if other.biases.get(w) == b or not other.sums[w].pairs}
         biases |= {w: b for w, b in other.biases.items() if not self.sums[w].pairs}
+        for side in (self, other):
+            _refuse_bias_without_squares(side, biases)
         return Curvature(mine, self.n + other.n, sums, biases)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -167,6 +169,18 @@ class Curvature:
             f"{self.kind} of {self.n} samples ({self.origin.likelihood}, {self.origin.setting}): {len(how)} "
             f"parameters, {how.count('kronecker')} in Kronecker products, {how.count('diagonal')} by their diagonal"
         )
+
+
+def _refuse_bias_without_squares(part: Curvature, biases: Mapping[str, Bias]) -> None:
+    """A bias that is in its weight's block in one part alone is covered by its diagonal in the whole, for which that
+    part must have its squares; and one that is in the block must not have had squares of its own."""
+    for weight, bias in {**part.biases, **biases}.items():
+        known, is_in = part.sums[bias.name], weight in biases
+        if (not is_in and known.squares is None) or (is_in and weight not in part.biases and known.squares is not None):
+            raise UnsupportedError(
+                f"merge: {bias.name} is in the block of {weight} in one of the two, and by itself in the other one.\n"
+                "  fit with kind='diagonal', or leave it out (params=)"
+            )
 
 
 def _merged(name: str, mine: ParameterSums, theirs: ParameterSums) -> ParameterSums:

@@ -16,7 +16,15 @@ from unsum.curvature.likelihood import Likelihood
 from unsum.curvature.resumed import Resumed
 from unsum.curvature.sums import ParameterSums, Setting, Sums
 from unsum.errors import OptionError, SamplesError
-from unsum.examples import Examples, SamplesOfBatch, losses_of, refuse_not_finite, refuse_other_number, samples_of
+from unsum.examples import (
+    Examples,
+    SamplesOfBatch,
+    alone,
+    losses_of,
+    refuse_not_finite,
+    refuse_other_number,
+    samples_of,
+)
 from unsum.fingerprint import fingerprint
 from unsum.gradients import gradients
 from unsum.reducers import Norms
@@ -84,7 +92,7 @@ def fit(
         raise OptionError("fit(resume=...): the data must come in the same order again: no iterator, no shuffle=True")
     run = _Fit(model, loss_fn, examples, likelihood, params, samples, seed)
     origin = Origin(kind, setting, "empirical" if likelihood is None else likelihood.name, run.fingerprints)
-    options = {"seed": seed, "max_side": max_side, "batches": examples.batches()}
+    options = {"seed": seed, "max_side": max_side, "batches": examples.batches(), "batch_size": examples.batch_size}
     state = None if resume is None else Resumed(resume, chunk, origin, options)
     sums = Sums(run.biases, kind=kind, setting=setting, max_side=max_side)
     done = 0 if state is None else state.begin(sums)
@@ -115,7 +123,7 @@ def _check_options(
         raise OptionError(
             f"likelihood={likelihood!r}: unsum.curvature.categorical(forward), .gaussian(forward), or None (empirical)"
         )
-    if likelihood is None and not callable(loss_fn):
+    if likelihood is None and (not callable(loss_fn) or isinstance(loss_fn, nn.Module)):
         raise OptionError("fit needs loss_fn(model, batch), which returns one loss for each sample, or likelihood=")
     for name, value, least in (("max_side", max_side, 1), ("chunk", chunk, 1), ("seed", seed, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -155,32 +163,33 @@ class _Fit:
 
     def _read_batch(self, reducer: Any, batch: Any, first: int, seed: int) -> int:
         samples, before = samples_of(self._samples, batch), reducer.n
-        with gradients(self._model, reducer, samples=samples, params=self._params, grad=False):
-            losses = self._losses(batch, first, seed)
+        with alone("fit"), gradients(self._model, reducer, samples=samples, params=self._params, grad=False):
+            losses = self._losses(batch, first, seed, are_samples=samples is None)
             if not len(losses):
                 return 0
             losses.sum().backward()
-        refuse_other_number(len(losses), reducer.n - before, "fit")
+        if self._likelihood is None or samples is None:  # drawn losses come by row, also of packed documents
+            refuse_other_number(len(losses), reducer.n - before, "fit")
         if reducer.finite is not None and not bool(reducer.finite.isfinite()):
             self._name_not_finite(batch, first, seed)
-        return len(losses)
+        return int(reducer.n - before)
 
-    def _losses(self, batch: Any, first: int, seed: int) -> Tensor:
+    def _losses(self, batch: Any, first: int, seed: int, *, are_samples: bool) -> Tensor:
         if self._likelihood is None:
             assert self._loss_fn is not None
-            return losses_of(self._loss_fn, self._model, batch, first, "fit")
+            return losses_of(self._loss_fn, self._model, batch, first, "fit", are_samples=are_samples)
 
         def drawn(model: nn.Module, batch: Any) -> Tensor:
             assert self._likelihood is not None
             outputs = self._likelihood.outputs(model, batch)
             return self._likelihood.drawn_losses(outputs, batch, torch.Generator().manual_seed(seed))
 
-        return losses_of(drawn, self._model, batch, first, "fit")
+        return losses_of(drawn, self._model, batch, first, "fit", are_samples=are_samples)
 
     def _name_not_finite(self, batch: Any, first: int, seed: int) -> None:
-        norms = Norms()
-        with gradients(self._model, norms, samples=samples_of(self._samples, batch), params=self._params, grad=False):
-            self._losses(batch, first, seed).sum().backward()
+        norms, samples = Norms(), samples_of(self._samples, batch)
+        with gradients(self._model, norms, samples=samples, params=self._params, grad=False):
+            self._losses(batch, first, seed, are_samples=samples is None).sum().backward()
         refuse_not_finite(norms.norms(), first, "fit", "gradient")
         raise SamplesError(
             f"fit: a sum over the batch of example {first} is not finite: gradients or inputs are too large"

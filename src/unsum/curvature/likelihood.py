@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unsum.errors import OptionError, SamplesError, UnsupportedError
+from unsum.examples import refuse_not_finite
 
 Forward = Callable[[Any, Any], Tensor]
 Mask = Callable[[Any], Tensor]
@@ -58,6 +59,10 @@ class Likelihood(ABC):
             )
         return mask.to(outputs.device, outputs.dtype)
 
+    def refuse_not_finite(self, outputs: Tensor, first: int) -> None:
+        """Raise if an example has outputs that are not finite; `first` is the number of the first one."""
+        refuse_not_finite(outputs.reshape(len(outputs), -1).sum(1, dtype=torch.float64), first, "ggn", "output")
+
     @abstractmethod
     def drawn_losses(self, outputs: Tensor, batch: Any, generator: torch.Generator) -> Tensor:
         """(n,): the losses of labels that are drawn from the model, one at each place that counts."""
@@ -71,6 +76,10 @@ class Categorical(Likelihood):
     """Outputs are logits."""
 
     name = "categorical"
+
+    def refuse_not_finite(self, outputs: Tensor, first: int) -> None:
+        """A logit of -inf is a class that never comes."""
+        super().refuse_not_finite(outputs.masked_fill(outputs == -torch.inf, 0), first)
 
     def drawn_losses(self, outputs: Tensor, batch: Any, generator: torch.Generator) -> Tensor:
         places = self.places(outputs, batch)
@@ -130,8 +139,11 @@ class Convex(Likelihood):
         leaf = outputs.detach().requires_grad_()
         with torch.enable_grad():
             loss = self._loss(leaf, batch)
-            if not isinstance(loss, Tensor):
-                raise SamplesError(f"convex: loss(outputs, batch) gives losses (n,), got {type(loss).__name__}")
+            if not isinstance(loss, Tensor) or loss.shape != outputs.shape[:1]:
+                what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+                raise SamplesError(
+                    f"convex: loss(outputs, batch) gives one loss for each sample, ({len(outputs)},); got {what}"
+                )
             (slope,) = torch.autograd.grad(loss.sum(), leaf, create_graph=True)
             if not slope.requires_grad:
                 return torch.zeros_like(vector)  # linear in the outputs

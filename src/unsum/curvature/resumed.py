@@ -23,13 +23,15 @@ class Resumed:
         self._path, self._chunk, self._origin, self._options = Path(path), chunk, origin, dict(options)
         self._tensors: Mapping[str, Tensor] = {}
         self._manifest: Mapping[str, Any] = {}
+        if self._path.is_dir():
+            raise OptionError(f"resume={str(path)!r} is a folder; give the path of a file in it")
         if self._path.exists():
             self._tensors, self._manifest = read(self._path)
             if "pass" not in self._manifest:
                 raise OptionError(f"{path}: a curvature that is done, not the state of a fit; give another path")
             if origin_of(self._manifest) != origin or self._manifest["options"] != self._options:
                 raise OptionError(
-                    f"{path}: the state of a fit with other options, other parameters, or other batches of data.\n"
+                    f"{path}: the state of a fit with other options, on other data, or of other parameters.\n"
                     "  remove it, or give the arguments that it was begun with"
                 )
         self._batches = list(self._manifest.get("batches", (0, 0)))  # that each pass has read

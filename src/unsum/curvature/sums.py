@@ -3,6 +3,7 @@ all other parameters' gradients."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from unsum.kernels.product import wide
 from unsum.seams.tensors import norms_of
 
 Setting = Literal["expand", "reduce"]
+_ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}  # of sums over positions, by dtype of what is added up
 SMALL = 1 << 22  # numbers, up to which gradients wait to be squared together
 
 
@@ -54,6 +56,11 @@ class Bias:
     name: str
     shape: tuple[int, ...]
     side: Side
+
+    @property
+    def size(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
 
 
 @dataclass(eq=False)
@@ -205,8 +212,7 @@ class Sums:
         found = {}
         for (weight, side), off in self.off.items():
             known, bias = self.parameters[weight], self.parameters[self._biases[weight]]
-            loose = 1e-8 if bias.squares is not None and bias.squares.dtype == torch.float64 else 2e-2
-            if known.matrix is not None and float(off) <= loose:
+            if known.matrix is not None and float(off) <= 1:
                 found[weight] = Bias(self._biases[weight], bias.shape, side)
         for weight, name in self._biases.items():
             if name in self.without_squares and weight not in found:
@@ -234,14 +240,15 @@ def _shift_of(factors: Factors) -> Tensor | None:
 
 
 def _distance(found: Sequence[Piece], shift: Tensor) -> Tensor | float:
-    """How far Σ_t δ of these pieces is from a bias's gradients, relative to these."""
+    """How far Σ_t δ of these pieces is from a bias's gradients, relative to these and to what rounding explains."""
     if not found:
         return float("inf")
     each = [piece.apart(piece.delta.sum(1, dtype=wide(piece.delta.dtype))).flatten() for piece in found]
     delta = sum(each[1:], each[0])
     if delta.numel() != shift.numel():
         return float("inf")
-    return (delta - shift.flatten()).norm() / shift.norm().clamp_min(1e-30)
+    rounding = max(_ROUNDING.get(piece.delta.dtype, 2e-2) for piece in found)
+    return (delta - shift.flatten()).norm() / (rounding * shift.norm()).clamp_min(1e-30)
 
 
 def _expanded(piece: Piece, max_side: int, *, with_total: bool) -> Pair:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ def read(given: Any, shapes: Mapping[str, tuple[int, ...]], *, what: str) -> Vec
         value = given[name]
         if not isinstance(value, Tensor):
             raise OptionError(f"{what}: {name} is a {type(value).__name__}, not a tensor")
+        if not (value.is_floating_point() or value.is_complex()):
+            raise OptionError(f"{what}: {name} is of {value.dtype}: give floating point numbers")
         is_one = tuple(value.shape) == shape
         if not is_one and (value.dim() != len(shape) + 1 or tuple(value.shape[1:]) != shape):
             raise SamplesError(
@@ -61,13 +64,18 @@ def read(given: Any, shapes: Mapping[str, tuple[int, ...]], *, what: str) -> Vec
 
 def dots(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Tensor:
     """(m,): inner products, row by row, in float64."""
-    parts = [(value.flatten(1).double() * other[name].flatten(1).double()).sum(1) for name, value in one.items()]
+    parts = [(real_rows(value) * real_rows(other[name])).sum(1) for name, value in one.items()]
     return torch.stack(parts).sum(0)
 
 
+def real_rows(value: Tensor) -> Tensor:
+    """(m, numbers) in float64; of a complex number, its two parts."""
+    return (torch.view_as_real(value) if value.is_complex() else value).flatten(1).double()
+
+
 def is_number(value: Any) -> bool:
-    """Whether this is a real number, and no bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether this is a real number (also numpy's), and no bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def schedule_damping(learning_rates: Iterable[float], weight_decay: float = 0.0) -> float:
@@ -78,7 +86,10 @@ def schedule_damping(learning_rates: Iterable[float], weight_decay: float = 0.0)
         >>> round(schedule_damping([0.1] * 50, weight_decay=0.01), 6)
         0.21
     """
-    rates = [float(rate) for rate in learning_rates]
+    try:
+        rates = [float(rate) for rate in learning_rates]
+    except (TypeError, ValueError):
+        rates = []
     if not rates or any(not 0 <= rate < float("inf") for rate in rates) or not sum(rates):
         raise OptionError("schedule_damping takes the learning rate of every step: numbers, 0 or more, and not all 0")
     if not is_number(weight_decay) or not 0 <= weight_decay < float("inf"):

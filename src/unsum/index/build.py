@@ -143,7 +143,7 @@ class Maker:
         reducer: Rows = self.sketch.rows()
         samples = samples_of(self._samples, batch)
         with gradients(self._model, reducer, samples=samples, params=self._params, grad=False):
-            losses = losses_of(self._loss_fn, self._model, batch, first, what)
+            losses = losses_of(self._loss_fn, self._model, batch, first, what, are_samples=samples is None)
             if not len(losses):
                 return torch.zeros(0, self.sketch.width)
             losses.sum().backward()
@@ -156,7 +156,7 @@ class Maker:
         """How far the sum of the samples' gradients is from plain autograd's, on one batch, relative to it."""
         samples = samples_of(self._samples, batch)
         with gradients(self._model, samples=samples, params=self._params, grad=False) as g:
-            losses = losses_of(self._loss_fn, self._model, batch, 0, "build")
+            losses = losses_of(self._loss_fn, self._model, batch, 0, "build", are_samples=samples is None)
             losses.sum().backward(retain_graph=True)
         wanted = torch.autograd.grad(losses.sum(), list(self.parameters.values()), allow_unused=True)
         off = size = 0.0

@@ -13,7 +13,15 @@ from unsum.choice import exactly
 from unsum.curvature import Curvature, GaussNewton
 from unsum.curvature.vectors import is_number
 from unsum.errors import OptionError, SamplesError
-from unsum.examples import Examples, SamplesOfBatch, losses_of, refuse_not_finite, refuse_other_number, samples_of
+from unsum.examples import (
+    Examples,
+    SamplesOfBatch,
+    alone,
+    losses_of,
+    refuse_not_finite,
+    refuse_other_number,
+    samples_of,
+)
 from unsum.gathered import Gradients
 from unsum.gradients import gradients
 from unsum.influence.queries import Queries, Scored, formed, held
@@ -84,6 +92,8 @@ def influence(
         raise OptionError(
             "precondition is for the conjugate gradients of unsum.curvature.ggn: give curvature=h as well"
         )
+    if not isinstance(tokens, bool):
+        raise OptionError(f"tokens={tokens!r}: True or False")
     if memory is not None and (not is_number(memory) or memory <= 0):
         raise OptionError(f"memory={memory!r}: bytes, above 0, or None")
     examples = _in_order(train, batch_size, "train")
@@ -113,7 +123,7 @@ def _in_order(data: Any, batch_size: int, what: str) -> Examples:
     if examples.is_shuffled:
         raise OptionError(
             f"{what}: this DataLoader shuffles, so that nobody could tell which example a score belongs to.\n"
-            "  make it with shuffle=False"
+            "  make it with shuffle=False, and no random sampler"
         )
     return examples
 
@@ -139,42 +149,49 @@ class _Run:
                 f"the curvature covers {len(covered)} parameters of the model, and {len(self._parameters)} are chosen "
                 "here; fit it with the same params=, on the same model"
             )
-        if isinstance(curvature, Curvature):
+        if curvature is not None:
             curvature.refuse_changed(self._parameters)
         devices = {p.device for p in self._parameters.values()}
         self._memory = free_memory(devices) if memory is None else memory
+        self._row = sum(p.numel() * max(p.element_size(), 4) for p in self._parameters.values())  # bytes of a query
 
     def queries(self, asked: Examples) -> Iterator[Queries]:
         """The queries' gradients, as many at a time as fit."""
         kept: list[Gradients] = []
         first = begun = 0
-        sizes = [p.numel() * p.element_size() for p in self._parameters.values()]
         size = 0.0
         for batch in asked.shown("queries"):
-            with gradients(self._model, samples=samples_of(self._samples, batch), params=self._params, grad=False) as g:
-                losses = losses_of(self._loss_fn, self._model, batch, first, "query")
+            samples = samples_of(self._samples, batch)
+            with alone("query"), gradients(self._model, samples=samples, params=self._params, grad=False) as g:
+                losses = losses_of(self._loss_fn, self._model, batch, first, "query", are_samples=samples is None)
                 if not len(losses):
                     continue
                 losses.sum().backward()
             refuse_other_number(len(losses), len(g.ids), "query")
             refuse_not_finite(g.norms(), first, "query", "gradient")
-            more = held(g) * 4 if self._curvature is None else len(losses) * sum(sizes)
+            more = held(g) * 4 if self._curvature is None else len(losses) * self._row
             if kept and size + more > self._memory:
-                yield self._turned(kept, first - begun)
+                yield from self._turned(kept, first - begun)
                 kept, size, begun = [], 0.0, first
             kept.append(g)
             size += more
             first += len(losses)
         if kept:
-            yield self._turned(kept, first - begun)
+            yield from self._turned(kept, first - begun)
 
-    def _turned(self, kept: list[Gradients], m: int) -> Queries:
+    def _turned(self, kept: list[Gradients], m: int) -> Iterator[Queries]:
+        """These queries; in parts, where one batch of them is more than fits."""
         if self._curvature is None:
-            return Queries(m, kept)
-        rows = formed(kept)
-        if isinstance(self._curvature, Curvature):
-            return Queries(m, rows=self._curvature.solve(rows, self._damping))
-        return Queries(m, rows=self._curvature.solve(rows, self._damping, precondition=self._precondition))
+            yield Queries(m, kept)
+            return
+        some = m if len(kept) > 1 else max(1, int(self._memory // self._row))
+        for begin in range(0, m, some):
+            rows = formed(kept, slice(begin, begin + some))
+            if isinstance(self._curvature, Curvature):
+                solved = self._curvature.solve(rows, self._damping)
+            else:
+                solved = self._curvature.solve(rows, self._damping, precondition=self._precondition)
+            yield Queries(min(some, m - begin), rows=solved)
 
     def scored(
         self, examples: Examples, queries: Queries, *, cosine: bool, tokens: bool
@@ -188,8 +205,8 @@ class _Run:
         first = 0
         for batch in examples.shown("examples"):
             samples = samples_of(self._samples, batch)
-            with gradients(self._model, *reducers, samples=samples, params=self._params, grad=False):
-                losses = losses_of(self._loss_fn, self._model, batch, first, "train")
+            with alone("train"), gradients(self._model, *reducers, samples=samples, params=self._params, grad=False):
+                losses = losses_of(self._loss_fn, self._model, batch, first, "train", are_samples=samples is None)
                 if not len(losses):
                     continue
                 losses.sum().backward()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from unsum.curvature.vectors import dots
 from unsum.errors import SamplesError
 from unsum.factors.factors import Factors
 from unsum.gathered import Gradients
@@ -39,8 +40,7 @@ class Queries:
         """(m,)."""
         if self.rows is None:
             return torch.cat([gradients.norms() for gradients in self.kept])
-        parts = [value.flatten(1).double().square().sum(1) for value in self.rows.values()]
-        return torch.stack(parts).sum(0).sqrt()
+        return dots(self.rows, self.rows).sqrt()
 
 
 def held(gradients: Gradients) -> int:
@@ -50,10 +50,14 @@ def held(gradients: Gradients) -> int:
     )
 
 
-def formed(kept: list[Gradients]) -> Rows:
-    """{parameter: (m, *shape)}."""
-    parts = [gradients.per_sample() for gradients in kept]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+def formed(kept: list[Gradients], some: slice = slice(None)) -> Rows:
+    """{parameter: (m, *shape)} of some of these queries, in float32 at least; one parameter after the other."""
+    found = {}
+    for name in kept[0]:
+        each = [gradients[name].per_sample() for gradients in kept]
+        rows = each[0] if len(each) == 1 else torch.cat(each)
+        found[name] = rows if len(rows[some]) == len(rows) else rows[some].clone()
+    return found
 
 
 class Scored:
@@ -78,11 +82,11 @@ class Scored:
 
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
-        found = self._queries.dot(name, factors).double()
+        found = self._queries.dot(name, factors).real.double()
         self.scores = found if self.scores is None else self.scores + found
         if self._tokens:
             try:
-                by_token = self._queries.token_dots(name, factors).double()
+                by_token = self._queries.token_dots(name, factors).real.double()
             except SamplesError:
                 self.left_out[name] = None
             else:
