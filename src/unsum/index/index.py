@@ -27,7 +27,17 @@ DAMPING = 0.1  # of the mean eigenvalue
 
 @dataclass(frozen=True, eq=False)
 class Hits:
-    """The rows that answer queries best, best first."""
+    """The rows that answer queries best, best first.
+
+    Examples:
+        >>> import tempfile, unsum
+        >>> model, folder = nn.Linear(3, 1), tempfile.mkdtemp() + "/index"
+        >>> loss = lambda m, x: m(x).square().sum(1)
+        >>> unsum.index.build(model, loss, [torch.randn(3) for _ in range(20)], folder)
+        >>> i = unsum.index.open(folder)
+        >>> i.query(model, loss, torch.randn(2, 3), k=5)
+        the 5 best rows of 2 queries: hits.ids, hits.scores
+    """
 
     ids: Tensor  # (queries, k): numbers of examples
     scores: Tensor  # (queries, k)
@@ -41,7 +51,17 @@ class Hits:
 
 
 class Index:
-    """The rows of a data set, mapped into memory. What `unsum.index.open` gives."""
+    """The rows of a data set, mapped into memory. What `unsum.index.open` gives.
+
+    Examples:
+        >>> import tempfile, unsum
+        >>> model, folder = nn.Linear(3, 1), tempfile.mkdtemp() + "/index"
+        >>> loss = lambda m, x: m(x).square().sum(1)
+        >>> unsum.index.build(model, loss, [torch.randn(3) for _ in range(20)], folder)
+        >>> i = unsum.index.open(folder)
+        >>> len(i), i.rows(0, 3).shape, i.verify()
+        (20, torch.Size([3, 4]), [])
+    """
 
     def __init__(self, folder: Path, data: Any = None) -> None:
         manifest = store.read_json(folder, store.MANIFEST)
