@@ -191,3 +191,15 @@ def test_the_reference_shows_every_public_name(site):
     page = (site / "api.html").read_text()
     for name in set(unsum.__all__) - {"errors", "testing"}:
         assert re.search(rf'id="unsum\.[\w.]*\b{name}"', page), name
+
+
+@pytest.mark.parametrize("name", ["influence", "curvature", "store"])
+def test_pages_show_what_their_programs_print(name, capsys):
+    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$(?:\n+^```text\n(.*?)^```$)?", page, re.M | re.S)
+    names = {"__name__": name}
+    for code, printed in blocks:
+        exec(compile(code, f"{name}.md", "exec"), names)
+        told = capsys.readouterr().out
+        assert not printed or told == printed, f"the page shows\n{printed}\nand its program prints\n{told}"
+    assert sum(bool(printed) for _, printed in blocks) > 2

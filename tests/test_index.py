@@ -132,6 +132,32 @@ def test_packed_documents(tmp_path):
     torch.testing.assert_close(unsum.index.open(tmp_path / "i").rows(0, 4).double(), wanted, rtol=1e-5, atol=1e-7)
 
 
+def test_examples_that_stand_out(tmp_path):
+    loud = lambda model, batch: classified(model, batch) * torch.where((batch[0] == X[7]).all(1), 1e3, 1.0)
+    unsum.index.build(mlp(), loud, DATA, tmp_path / "i", project=3)
+    i = unsum.index.open(tmp_path / "i")
+    found = i.outliers()
+    assert found.ids.tolist() == [[7]]
+    torch.testing.assert_close(found.scores[0], i.rows(7, 8).double().norm(dim=1), rtol=1e-5, atol=0)
+    assert built(tmp_path / "j").outliers().ids.shape == (1, 0)
+
+
+def test_examples_that_are_nearly_the_same(tmp_path, monkeypatch):
+    x, y = X.clone(), Y.clone()
+    x[20], y[20] = x[3], y[3]
+    x[11], y[11] = x[4] * (1 + 1e-4), y[4]
+    i = built(tmp_path / "i", data=Examples(x, y))
+    rows = i.rows(0, 23).double()
+    rows = rows / rows.norm(dim=1, keepdim=True)
+    cosines = (rows @ rows.T).triu(1)
+    for some in (4096, 5):  # in parts, too
+        monkeypatch.setattr("unsum.index.index._PAIRED", some)
+        found = i.duplicates(0.9)
+        assert found.ids[0].tolist() == [3, 20]
+        assert {tuple(pair) for pair in found.ids.tolist()} == {tuple(p) for p in (cosines >= 0.9).nonzero().tolist()}
+    assert {tuple(pair) for pair in i.duplicates(0.9999).ids.tolist()} == {(3, 20), (4, 11)}
+
+
 # ---- interruptions --------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""The command line: `unsum sites | check | draw | report | watch | demo`."""
+"""The command line: `unsum sites | check | draw | report | watch | index | demo`."""
 
 from __future__ import annotations
 
@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_draw(commands)
     _add_report(commands)
     _add_watch(commands)
+    _add_index(commands)
     _add_demo(commands)
     return parser
 
@@ -238,6 +239,74 @@ def _has_blocks() -> bool:
     except (UnicodeEncodeError, LookupError):
         return False
     return True
+
+
+# ---- index -----------------------------------------------------------------------------------------------------------
+
+
+def _add_index(commands: Any) -> None:
+    about = "the gradients of a data set on disk: build, query, info, verify"
+    own = commands.add_parser("index", help=about, description=f"{about[0].upper()}{about[1:]}.").add_subparsers(
+        required=True, metavar="command", dest="action"
+    )
+    target = "module:function or file.py:function that returns (model, loss_fn, data)"
+    example = "unsum index build train.py:setup index --project 16"
+    build = _command(own, "build", "build an index, or go on with one", example, _index_build, target)
+    build.add_argument("path", help="its folder")
+    build.add_argument("--project", type=_count, default=16, metavar="K", help="K² numbers a parameter (%(default)s)")
+    build.add_argument("--seed", type=int, default=0, help="of the projections (%(default)s)")
+    build.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16", help="(%(default)s)")
+    build.add_argument("--batch-size", type=_count, default=32, metavar="N", help="examples at a time (%(default)s)")
+    build.add_argument("--shard-batches", type=_count, metavar="N", help="batches in a shard (about 64 MB)")
+    build.add_argument("--part", type=_part, metavar="I/N", help="only every N-th shard, from the I-th on (0/4)")
+    example = "unsum index query train.py:question index -k 5"
+    query = _command(own, "query", "the examples that score highest", example, _index_query, TARGET)
+    query.add_argument("path", help="the index's folder")
+    query.add_argument("-k", type=_count, default=10, help="how many examples (%(default)s)")
+    query.add_argument("--score", choices=("dot", "cosine", "influence"), default="dot", help="(%(default)s)")
+    for name, about, run in (
+        ("info", "say what an index holds", _index_info),
+        ("verify", "read every byte of an index; exit with 1 where something is damaged", _index_verify),
+    ):
+        _command(own, name, about, f"unsum index {name} index", run, None).add_argument("path", help="its folder")
+
+
+def _part(text: str) -> tuple[int, int]:
+    number, _, count = text.partition("/")
+    if not number.isdecimal() or not count.isdecimal() or not int(number) < int(count):
+        raise argparse.ArgumentTypeError(f"{text!r}: I/N with I below N, such as 0/4")
+    return int(number), int(count)
+
+
+def _index_build(arguments: argparse.Namespace) -> None:
+    with _aside():
+        unsum.index.build(
+            *everything(arguments.target), arguments.path, arguments.project, arguments.seed, dtype=arguments.dtype,
+            batch_size=arguments.batch_size, shard_batches=arguments.shard_batches, part=arguments.part,
+        )  # fmt: skip
+    if arguments.part is None:
+        _index_info(arguments)
+    else:
+        _written(arguments, {"path": arguments.path, "part": arguments.part}, f"part {arguments.part[0]} is done")
+
+
+def _index_query(arguments: argparse.Namespace) -> None:
+    with _aside():
+        model, loss_fn, batch = everything(arguments.target)
+        hits = unsum.index.open(arguments.path).query(model, loss_fn, batch, arguments.k, arguments.score)
+    _written(arguments, {"ids": hits.ids.tolist(), "scores": hits.scores.tolist()}, str(hits))
+
+
+def _index_info(arguments: argparse.Namespace) -> None:
+    found = unsum.index.open(arguments.path)
+    shards = f"{len(found.info['shards'])} shards; Σ of the samples' gradients is off by {found.info['audit']:.1e}"
+    _written(arguments, found.info, f"{str(found).partition(':')[0]}; {shards}")
+
+
+def _index_verify(arguments: argparse.Namespace) -> int:
+    damaged = unsum.index.open(arguments.path).verify()
+    _written(arguments, {"damaged": damaged}, "\n".join(damaged) or "whole")
+    return 1 if damaged else 0
 
 
 # ---- demo ------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from unsum.index.build import Maker, sketch_from
 from unsum.progress import progress
 
 _BLOCK = 1 << 24  # numbers that are read at a time
+_PAIRED = 4096  # rows that are compared with as many others at a time
 _WHOLE = 8192  # columns, up to which rows' second moment is one matrix
 DAMPING = 0.1  # of the mean eigenvalue
 
@@ -48,6 +49,28 @@ class Hits:
         return f"the {k} best rows of {queries} queries: hits.ids, hits.scores" + (
             "" if self.examples is None else ", hits.examples"
         )
+
+    def __str__(self) -> str:
+        """A table: one line for each hit."""
+        lines = ["query  rank  example  score"]
+        for number, (row, scores) in enumerate(zip(self.ids.tolist(), self.scores.tolist(), strict=True)):
+            for rank, (example, score) in enumerate(zip(row, scores, strict=True)):
+                text = "" if self.examples is None else f"  {_short(self.examples[number][rank])}"
+                lines.append(f"{number:5}  {rank + 1:4}  {example:7}  {score:.4g}{text}")
+        return "\n".join(lines)
+
+
+def _short(example: Any) -> str:
+    text = " ".join(str(example).split())
+    return text if len(text) <= 60 else text[:59] + "…"
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Rows that are nearly alike, most alike first."""
+
+    ids: Tensor  # (pairs, 2): numbers of examples, the smaller one first
+    scores: Tensor  # (pairs,): their cosines
 
 
 class Index:
@@ -148,6 +171,39 @@ class Index:
             examples = [[self._data[int(number)] for number in row] for row in found[1]]
         return Hits(found[1], found[0], examples)
 
+    def outliers(self, threshold: float = 6.0) -> Hits:
+        """Examples whose gradients are far longer than others': their numbers and the norms of their rows, (1, found),
+        longest first. Far: the logarithm of the norm is above the median by more than `threshold` times 1.48 times the
+        median deviation."""
+        if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not threshold > 0:
+            raise OptionError(f"outliers({threshold!r}): a number above 0")
+        norms = torch.cat([stored.float().norm(dim=1) * scales for _, stored, scales in self._blocks()]).double()
+        logs = norms.clamp_min(1e-300).log()
+        middle = logs.median()
+        wide = 1.4826 * (logs - middle).abs().median().clamp_min(1e-12)
+        order = norms.argsort(descending=True, stable=True)
+        found = order[((logs - middle) / wide > threshold)[order]]
+        return Hits(found[None], norms[found][None])
+
+    def duplicates(self, threshold: float = 0.99) -> Pairs:
+        """Pairs of examples whose rows have a cosine of `threshold` or more. Every row is compared with every other:
+        rows² · K operations, in parts that fit."""
+        if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 < threshold <= 1:
+            raise OptionError(f"duplicates({threshold!r}): a cosine, above 0 and at most 1")
+        pairs, scores = [], []
+        for first, stored, _ in self._blocks(_PAIRED):
+            mine = _directions(stored)
+            for begin, others, _ in self._blocks(_PAIRED):
+                if begin + len(others) <= first:
+                    continue
+                cosines = mine @ _directions(others).T
+                cosines = cosines.masked_fill_(_not_after(first, begin, cosines), -1.0)
+                found = (cosines >= threshold).nonzero()
+                pairs.append(found + torch.tensor([first, begin]))
+                scores.append(cosines[found[:, 0], found[:, 1]].double())
+        order = torch.cat(scores).argsort(descending=True, stable=True)
+        return Pairs(torch.cat(pairs)[order], torch.cat(scores)[order])
+
     def _asked(self, model: nn.Module, loss_fn: LossFunction, batch: Any, samples: SamplesOfBatch) -> Tensor:
         """(queries, K), in float64."""
         sketch, curvature = sketch_from(self._folder, model, self.info["sketch"])
@@ -223,13 +279,24 @@ class Index:
             yield (first, *shard.stored())
             first += shard.rows
 
-    def _blocks(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """The same in parts that fit."""
-        some = max(1, _BLOCK // max(self.info["width"], 1))
+    def _blocks(self, most: int = 1 << 62) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """The same in parts that fit, of so many rows at most."""
+        some = max(1, min(most, _BLOCK // max(self.info["width"], 1)))
         for first, stored, scales in self._shards():
             for begin in range(0, len(stored), some):
                 part = slice(begin, begin + some)
                 yield first + begin, stored[part], scales[part]
+
+
+def _directions(stored: Tensor) -> Tensor:
+    rows = stored.float()
+    return rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-30)
+
+
+def _not_after(first: int, begin: int, table: Tensor) -> Tensor:
+    """Where the second of a pair is not after the first."""
+    mine, others = (torch.arange(start, start + size) for start, size in zip((first, begin), table.shape, strict=True))
+    return others[None] <= mine[:, None]
 
 
 def open(path: str | os.PathLike[str], data: Any = None) -> Index:
