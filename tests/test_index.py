@@ -325,6 +325,8 @@ def test_bad_input(tmp_path):
             built(tmp_path / "i", model, **options)
     with pytest.raises(OptionError, match="iterator"):
         built(tmp_path / "i", model, iter([(X, Y)]))
+    with pytest.raises(UnsupportedError, match="tokens"):
+        built(tmp_path / "i", model, tokens=True)
     with pytest.raises(SamplesError, match="empty"):
         built(tmp_path / "i", model, [])
     with pytest.raises(OptionError, match="no index"):

@@ -37,6 +37,7 @@ def build(
     curvature: Curvature | None = None,
     dtype: Literal["float16", "bfloat16", "float32"] = "float16",
     samples: SamplesOfBatch = None,
+    tokens: bool = False,
     *,
     params: str | Sequence[str] | None = None,
     batch_size: int = 32,
@@ -60,6 +61,7 @@ def build(
             eigenbasis with the largest eigenvalues are kept, and queries may ask for influence.
         dtype: What numbers are stored in; each row has a power of two of its own beside them.
         samples: Where the samples are, as in `unsum.gradients`, or a function of the batch (packed documents).
+        tokens: Rows for every token are not built yet: True is refused. `unsum.influence(tokens=True)` scores tokens.
         params: A glob that chooses parameters by name, or a list of globs; None: those of the curvature, or all.
         batch_size: Of examples that are taken together, where `data` gives examples.
         shard_batches: Batches in a shard; None: about 64 MB.
@@ -75,6 +77,10 @@ def build(
         >>> unsum.index.open(f"{folder}/index")
         index of 10 rows, K = 6 (float16): i.query(model, loss_fn, batch), i.rows(0, 10), i.info
     """
+    if tokens:
+        raise UnsupportedError(
+            "build(tokens=True): rows for every token are not built yet; unsum.influence scores tokens"
+        )
     _check(loss_fn, project, seed, curvature, dtype, shard_batches, part)
     examples = Examples(data, batch_size=batch_size, what="build")
     if examples.is_once or examples.is_shuffled:

@@ -4,7 +4,6 @@ they and their folder have reached the disk."""
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib
 import json
 import os
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unsum.errors import NotInstalled, OptionError, UnsumError
+from unsum.errors import NotInstalled, OptionError, UnsumError, UnsupportedError
 
 FORMAT, VERSION = "unsum index", 1
 PLAN, MANIFEST = "plan.json", "manifest.json"  # what is to be built, and what was
@@ -57,7 +56,7 @@ def write_shard(folder: Path, number: int, rows: Tensor, told: Mapping[str, Any]
     stored, scales = scaled(rows, DTYPES[told["dtype"]])
     tensors = {"rows": stored.contiguous(), "scales": scales}
     told = {**told, "crc": checksum(tensors)}
-    data = _safetensors().save(tensors, metadata={"unsum": json.dumps(told, sort_keys=True)})
+    data = _needed("safetensors.torch").save(tensors, metadata={"unsum": json.dumps(told, sort_keys=True)})
     _put(folder, shard_name(number), data)
 
 
@@ -92,7 +91,7 @@ class Shard:
         return self._mapped("rows", DTYPES[self.told["dtype"]]), self._mapped("scales", torch.float32)
 
     def _mapped(self, name: str, dtype: torch.dtype) -> Tensor:
-        numpy = importlib.import_module("numpy")
+        numpy = _needed("numpy")
         place = self._places[name]
         if not self.rows:
             return torch.zeros(place["shape"], dtype=dtype)
@@ -158,6 +157,10 @@ def _sync(folder: Path) -> None:
 @contextlib.contextmanager
 def locked(folder: Path, name: str) -> Iterator[None]:
     """One builder at a time. The lock is the system's: it goes with the process that held it, however that ended."""
+    try:
+        fcntl: Any = importlib.import_module("fcntl")
+    except ImportError as error:
+        raise UnsupportedError("builds lock their folder by fcntl, which this system does not have") from error
     path = folder / f".{name}.lock"
     with path.open("a+") as file:
         try:
@@ -182,9 +185,9 @@ def sweep(folder: Path) -> None:
             path.unlink()
 
 
-def _safetensors() -> Any:
+def _needed(name: str) -> Any:
     try:
-        return importlib.import_module("safetensors.torch")
+        return importlib.import_module(name)
     except ImportError as error:
-        told = "an index is stored by safetensors, which is not installed: pip install unsum[index]"
-        raise NotInstalled(told) from error
+        missing = name.partition(".")[0]
+        raise NotInstalled(f"an index needs {missing}, which is not installed: pip install unsum[index]") from error
