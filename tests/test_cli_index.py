@@ -42,8 +42,8 @@ def run(capsys, *arguments):
 
 def test_build_ask_and_verify(setup, capsys):
     file, path = setup
-    code, out = run(capsys, "build", f"{file}:examples", path, "--project", 2, "--batch-size", 4, "--shard-batches", 2)
-    assert code == 0 and out.startswith("index of 20 rows, K = 6 (float16); 3 shards")
+    code, out = run(capsys, "build", f"{file}:examples", path, "--project", 2, "--batch-size", 4, "--shard-size", 8)
+    assert code == 0 and out.startswith("index of 20 examples, K = 6 (float16); 3 shards")
     code, out = run(capsys, "query", f"{file}:question", path, "-k", 3, "--json")
     found = json.loads(out)
     assert code == 0 and len(found["ids"]) == 2 and len(found["ids"][0]) == len(found["scores"][1]) == 3
@@ -58,7 +58,7 @@ def test_build_ask_and_verify(setup, capsys):
 
 def test_parts(setup, capsys):
     file, path = setup
-    options = ("--shard-batches", 1, "--batch-size", 4)
+    options = ("--shard-size", 4, "--batch-size", 4)
     for part in ("0/2", "1/2"):
         assert run(capsys, "build", f"{file}:examples", path, "--part", part, *options)[0] == 0
     assert run(capsys, "build", f"{file}:examples", path, *options)[0] == 0

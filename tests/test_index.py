@@ -17,7 +17,7 @@ DATA = Examples(X, Y)
 
 def built(path, model=None, data=DATA, **options):
     model = mlp() if model is None else model
-    options = {"project": 3, "batch_size": 4, "shard_batches": 2, "dtype": "float32"} | options
+    options = {"project": 3, "batch_size": 4, "shard_size": 8, "dtype": "float32"} | options
     unsum.index.build(model, classified, data, path, **options)
     return unsum.index.open(path)
 
@@ -151,7 +151,7 @@ def test_examples_that_are_nearly_the_same(tmp_path, monkeypatch):
     rows = rows / rows.norm(dim=1, keepdim=True)
     cosines = (rows @ rows.T).triu(1)
     for some in (4096, 5):  # in parts, too
-        monkeypatch.setattr("unsum.index.index._PAIRED", some)
+        monkeypatch.setattr("unsum.index.alike._PAIRED", some)
         found = i.duplicates(0.9)
         assert found.ids[0].tolist() == [3, 20]
         assert {tuple(pair) for pair in found.ids.tolist()} == {tuple(p) for p in (cosines >= 0.9).nonzero().tolist()}
@@ -191,10 +191,10 @@ def test_a_build_that_was_interrupted_gives_the_same_bytes(at, tmp_path):
 
 
 def test_several_processes_build_parts(tmp_path):
-    for part in ((1, 3), (0, 3), (2, 3)):
+    for part in ((1, 3), (0, 3)):
         with pytest.raises(OptionError, match="not done"):
             built(tmp_path / "i", part=part)
-    built(tmp_path / "i")
+    built(tmp_path / "i", part=(2, 3))  # the last one completes the index
     built(tmp_path / "whole")
     assert bytes_of(tmp_path / "i") == bytes_of(tmp_path / "whole")
 
@@ -273,12 +273,22 @@ def test_a_write_that_fails_loses_nothing(call, at, tmp_path, monkeypatch):
 
 
 def test_a_second_builder_is_told(tmp_path):
-    from unsum.index import store
+    from unsum.index import locks
 
     (tmp_path / "i").mkdir()
-    with store.locked(tmp_path / "i", "build"):
-        with pytest.raises(OptionError, match="another process builds this index"):
+    with locks.building(tmp_path / "i", alone=True):
+        with pytest.raises(OptionError, match=r"another process builds this index \(process \d+ on"):
             built(tmp_path / "i")
+        with pytest.raises(OptionError, match="a process builds the whole of this index"):
+            built(tmp_path / "i", part=(0, 2))
+    with locks.building(tmp_path / "i", alone=False):
+        with pytest.raises(OptionError, match="several processes build shards of it"):
+            built(tmp_path / "i")
+        with pytest.raises(OptionError, match="not done"):
+            built(tmp_path / "i", part=(0, 2))
+        with locks.shard(tmp_path / "i", 1):
+            with pytest.raises(OptionError, match="another process makes shard 1"):
+                built(tmp_path / "i", shard=1)
     built(tmp_path / "i")  # a lock that nobody holds is none
 
 
@@ -298,7 +308,7 @@ def test_an_index_of_something_else_is_not_continued(tmp_path):
         ("dtype", {"dtype": "float16"}),
         ("data", {"data": Examples(X + 1, Y)}),
         ("data", {"data": Examples(X[:9], Y[:9])}),
-        ("shard_batches", {"shard_batches": 3}),
+        ("shard_size", {"shard_size": 3}),
         ("curvature", {"curvature": unsum.curvature.fit(model, classified, DATA)}),
     ):
         with pytest.raises(OptionError, match=match):
@@ -325,8 +335,6 @@ def test_bad_input(tmp_path):
             built(tmp_path / "i", model, **options)
     with pytest.raises(OptionError, match="iterator"):
         built(tmp_path / "i", model, iter([(X, Y)]))
-    with pytest.raises(UnsupportedError, match="tokens"):
-        built(tmp_path / "i", model, tokens=True)
     with pytest.raises(SamplesError, match="empty"):
         built(tmp_path / "i", model, [])
     with pytest.raises(OptionError, match="no index"):

@@ -15,7 +15,7 @@ import unsum
 PROGRAM = """
 import sys, time, torch, unsum
 from curvature_nets import Examples, classified, ids, mlp, numbers
-data, options = Examples(numbers(0, 400, 4), ids(1, 400, high=3)), {'project': 3, 'batch_size': 2, 'shard_batches': 2}
+data, options = Examples(numbers(0, 400, 4), ids(1, 400, high=3)), {'project': 3, 'batch_size': 2, 'shard_size': 2}
 print("begun", flush=True)
 parts = [eval(part) for part in sys.argv[2:]] or [None]
 for part in parts:

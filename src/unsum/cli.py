@@ -5,31 +5,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Any, TextIO
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 import unsum
+from unsum import index_commands
+from unsum.command import CODES, TARGET, as_json, aside, command, count, written
 from unsum.demo.terminal import has_colour
 from unsum.destination import writable
 from unsum.errors import OptionError, UnsumError
 from unsum.picture import Picture, place
-from unsum.report.charts import plain
 from unsum.report.make import data_of
-from unsum.target import everything, model_of, split, told
-
-CODES = """exit codes:
-  0  done
-  1  unsum says no, or your own code has failed: one line on standard error says why
-  2  the command line is wrong
-  3  check: something differs, or samples interact; report --strict: there are flags, or the check is red"""
-
-TARGET = "module:function or file.py:function that returns (model, loss_fn, batch)"
+from unsum.target import everything, model_of, told
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,11 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = "; --traceback shows where" if own and not arguments.traceback else ""
         print(f"unsum: {text}{hint}", file=sys.stderr)
         return 1
-
-
-def _aside() -> contextlib.redirect_stdout[TextIO]:
-    """What the user's own code prints goes to standard error: standard output is for the result."""
-    return contextlib.redirect_stdout(sys.stderr)
 
 
 def _line(error: Exception) -> str:
@@ -77,32 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_draw(commands)
     _add_report(commands)
     _add_watch(commands)
-    _add_index(commands)
+    index_commands.add(commands)
     _add_demo(commands)
     return parser
-
-
-def _command(
-    commands: Any, name: str, about: str, example: str, run: Callable[..., Any], target: str | None
-) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=f"example: {example}\n\n{CODES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    if target is not None:
-        parser.add_argument("target", type=_target, help=target)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--traceback", action="store_true", help="if something fails, show the whole traceback")
-    parser.set_defaults(run=run)
-    return parser
-
-
-def _target(text: str) -> str:
-    try:
-        split(text)
-    except OptionError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
 
 
 # ---- sites -----------------------------------------------------------------------------------------------------------
@@ -111,14 +75,14 @@ def _target(text: str) -> str:
 def _add_sites(commands: Any) -> None:
     target = "module:function or file.py:function that returns a model, or a tuple with one"
     example = "unsum sites torchvision.models:resnet18 'layer1.*:output'"
-    parser = _command(commands, "sites", "list the sites of a model", example, _sites, target)
+    parser = command(commands, "sites", "list the sites of a model", example, _sites, target)
     parser.add_argument("pattern", nargs="*", default=[], help="only the sites that these patterns choose")
 
 
 def _sites(arguments: argparse.Namespace) -> None:
-    with _aside():
+    with aside():
         found = unsum.sites(model_of(arguments.target), *arguments.pattern)
-    print(_json(list(found)) if arguments.json else found)
+    print(as_json(list(found)) if arguments.json else found)
 
 
 # ---- check -----------------------------------------------------------------------------------------------------------
@@ -126,14 +90,14 @@ def _sites(arguments: argparse.Namespace) -> None:
 
 def _add_check(commands: Any) -> None:
     about = "compare gradients by sample with plain autograd, on a model of yours"
-    _command(commands, "check", about, "unsum check train.py:setup && echo exact", _check, TARGET)
+    command(commands, "check", about, "unsum check train.py:setup && echo exact", _check, TARGET)
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    with _aside():
+    with aside():
         found = unsum.check(*everything(arguments.target))
     errors = {row.name: row.error for row in found.rows}
-    _written(arguments, {"ok": found.ok, "interacting": found.interacting, "errors": errors}, str(found))
+    written(arguments, {"ok": found.ok, "interacting": found.interacting, "errors": errors}, str(found))
     return 0 if found.ok else 3
 
 
@@ -142,17 +106,17 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _add_draw(commands: Any) -> None:
     about = "draw the autograd graph of the losses: which gradients are stored, which flow and are thrown away"
-    parser = _command(commands, "draw", about, "unsum draw train.py:setup -o graph.svg", _draw, TARGET)
+    parser = command(commands, "draw", about, "unsum draw train.py:setup -o graph.svg", _draw, TARGET)
     parser.add_argument("-o", "--output", default="graph.svg", metavar="FILE", help=".svg or .html (%(default)s)")
     parser.add_argument("--backward", action="store_true", help="after a backward, with the sizes of what has flowed")
 
 
 def _draw(arguments: argparse.Namespace) -> None:
     place(arguments.output)
-    with _aside():
+    with aside():
         picture = _drawn(arguments.target, arguments.backward)
     picture.save(arguments.output)
-    _written(arguments, {"path": arguments.output}, arguments.output)
+    written(arguments, {"path": arguments.output}, arguments.output)
 
 
 def _drawn(target: str, backward: bool) -> Picture:
@@ -171,7 +135,7 @@ def _drawn(target: str, backward: bool) -> Picture:
 
 def _add_report(commands: Any) -> None:
     about = "write one page on a model and a batch: layers with flags, gradients by sample, the picture, the check"
-    parser = _command(commands, "report", about, "unsum report train.py:setup -o report.html", _report, TARGET)
+    parser = command(commands, "report", about, "unsum report train.py:setup -o report.html", _report, TARGET)
     parser.add_argument("-o", "--output", default="report.html", metavar="FILE", help="where to write (%(default)s)")
     parser.add_argument("--title", help="the page's heading")
     parser.add_argument(
@@ -182,7 +146,7 @@ def _add_report(commands: Any) -> None:
 
 def _report(arguments: argparse.Namespace) -> int:
     path = writable(arguments.output)
-    with _aside():
+    with aside():
         made = unsum.report(*everything(arguments.target), path, title=arguments.title, check=arguments.check)
     ok = None if made.check is None else made.check.ok
     flags = [{"kind": flag.kind, "where": flag.where, "text": flag.text} for flag in made.flags]
@@ -190,7 +154,7 @@ def _report(arguments: argparse.Namespace) -> int:
         "path": str(made.path), "samples": len(made.losses), "layers": len(made.layers), "flags": flags,
         "outliers": made.outliers, "check": ok, "missing": made.missing,
     }  # fmt: skip
-    _written(arguments, summary, str(made))
+    written(arguments, summary, str(made))
     return 3 if arguments.strict and (flags or ok is False) else 0
 
 
@@ -202,16 +166,10 @@ def _add_watch(commands: Any) -> None:
         "show a training run that unsum.watch has recorded: loss, norms, noise scale, samples that stand out, layers"
     )
     example = "unsum watch run.jsonl --last 500 --html run.html"
-    parser = _command(commands, "watch", about, example, _watch, None)
+    parser = command(commands, "watch", about, example, _watch, None)
     parser.add_argument("path", metavar="run.jsonl", help='the file that unsum.watch(model, to="run.jsonl") writes')
-    parser.add_argument("--last", type=_count, metavar="N", help="only the last N records")
+    parser.add_argument("--last", type=count, metavar="N", help="only the last N records")
     parser.add_argument("--html", metavar="FILE", help="write it as a page too")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number, 1 or more")
-    return int(text)
 
 
 def _watch(arguments: argparse.Namespace) -> None:
@@ -225,7 +183,7 @@ def _watch(arguments: argparse.Namespace) -> None:
         page.write(records, arguments.html, title=run.path.stem)
     if arguments.json:
         return print(
-            _json({"path": str(run.path), "notes": run.notes, "html": arguments.html} | terminal.as_data(records))
+            as_json({"path": str(run.path), "notes": run.notes, "html": arguments.html} | terminal.as_data(records))
         )
     width = shutil.get_terminal_size((100, 24)).columns
     print(terminal.text(records, width=width, blocks=_has_blocks(), colour=has_colour(sys.stdout)))
@@ -241,81 +199,13 @@ def _has_blocks() -> bool:
     return True
 
 
-# ---- index -----------------------------------------------------------------------------------------------------------
-
-
-def _add_index(commands: Any) -> None:
-    about = "the gradients of a data set on disk: build, query, info, verify"
-    own = commands.add_parser("index", help=about, description=f"{about[0].upper()}{about[1:]}.").add_subparsers(
-        required=True, metavar="command", dest="action"
-    )
-    target = "module:function or file.py:function that returns (model, loss_fn, data)"
-    example = "unsum index build train.py:setup index --project 16"
-    build = _command(own, "build", "build an index, or go on with one", example, _index_build, target)
-    build.add_argument("path", help="its folder")
-    build.add_argument("--project", type=_count, default=16, metavar="K", help="K² numbers a parameter (%(default)s)")
-    build.add_argument("--seed", type=int, default=0, help="of the projections (%(default)s)")
-    build.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16", help="(%(default)s)")
-    build.add_argument("--batch-size", type=_count, default=32, metavar="N", help="examples at a time (%(default)s)")
-    build.add_argument("--shard-batches", type=_count, metavar="N", help="batches in a shard (about 64 MB)")
-    build.add_argument("--part", type=_part, metavar="I/N", help="only every N-th shard, from the I-th on (0/4)")
-    example = "unsum index query train.py:question index -k 5"
-    query = _command(own, "query", "the examples that score highest", example, _index_query, TARGET)
-    query.add_argument("path", help="the index's folder")
-    query.add_argument("-k", type=_count, default=10, help="how many examples (%(default)s)")
-    query.add_argument("--score", choices=("dot", "cosine", "influence"), default="dot", help="(%(default)s)")
-    for name, about, run in (
-        ("info", "say what an index holds", _index_info),
-        ("verify", "read every byte of an index; exit with 1 where something is damaged", _index_verify),
-    ):
-        _command(own, name, about, f"unsum index {name} index", run, None).add_argument("path", help="its folder")
-
-
-def _part(text: str) -> tuple[int, int]:
-    number, _, count = text.partition("/")
-    if not number.isdecimal() or not count.isdecimal() or not int(number) < int(count):
-        raise argparse.ArgumentTypeError(f"{text!r}: I/N with I below N, such as 0/4")
-    return int(number), int(count)
-
-
-def _index_build(arguments: argparse.Namespace) -> None:
-    with _aside():
-        unsum.index.build(
-            *everything(arguments.target), arguments.path, arguments.project, arguments.seed, dtype=arguments.dtype,
-            batch_size=arguments.batch_size, shard_batches=arguments.shard_batches, part=arguments.part,
-        )  # fmt: skip
-    if arguments.part is None:
-        _index_info(arguments)
-    else:
-        _written(arguments, {"path": arguments.path, "part": arguments.part}, f"part {arguments.part[0]} is done")
-
-
-def _index_query(arguments: argparse.Namespace) -> None:
-    with _aside():
-        model, loss_fn, batch = everything(arguments.target)
-        hits = unsum.index.open(arguments.path).query(model, loss_fn, batch, arguments.k, arguments.score)
-    _written(arguments, {"ids": hits.ids.tolist(), "scores": hits.scores.tolist()}, str(hits))
-
-
-def _index_info(arguments: argparse.Namespace) -> None:
-    found = unsum.index.open(arguments.path)
-    shards = f"{len(found.info['shards'])} shards; Σ of the samples' gradients is off by {found.info['audit']:.1e}"
-    _written(arguments, found.info, f"{str(found).partition(':')[0]}; {shards}")
-
-
-def _index_verify(arguments: argparse.Namespace) -> int:
-    damaged = unsum.index.open(arguments.path).verify()
-    _written(arguments, {"damaged": damaged}, "\n".join(damaged) or "whole")
-    return 1 if damaged else 0
-
-
 # ---- demo ------------------------------------------------------------------------------------------------------------
 
 
 def _add_demo(commands: Any) -> None:
     about = "train a small transformer on sentences, some of them wrong; find them, ask why, edit a thought"
     example = "unsum demo --out demo; a report and a picture are written there"
-    parser = _command(commands, "demo", about, example, _demo, None)
+    parser = command(commands, "demo", about, example, _demo, None)
     parser.add_argument("--out", default="demo", metavar="DIR", help="where report.html and graph.svg go (%(default)s)")
     parser.add_argument(
         "--seeds", action="store_true", help="the programs of the articles on hooks instead, in a second"
@@ -330,17 +220,8 @@ def _demo(arguments: argparse.Namespace) -> None:
     if arguments.seeds:
         with contextlib.redirect_stdout(io.StringIO()) as told:
             seeds.main()
-        return print(_json({"lines": told.getvalue().splitlines()}))
+        return print(as_json({"lines": told.getvalue().splitlines()}))
     figures = story.main(arguments.out, quiet=arguments.json)
     if arguments.json:
-        print(_json(figures))
+        print(as_json(figures))
     return None
-
-
-def _written(arguments: argparse.Namespace, summary: dict[str, Any], text: str) -> None:
-    print(_json(summary) if arguments.json else text)
-
-
-def _json(value: Any) -> str:
-    """One line; numbers that are not finite are the strings "NaN", "Infinity", "-Infinity"."""
-    return json.dumps(plain(value, 9), allow_nan=False)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
@@ -51,7 +52,7 @@ class Examples:
             )
         self._data: Any = data
         self._batch_size, self._what = batch_size, what
-        self.has_examples = isinstance(data, Dataset | list)
+        self.has_examples = isinstance(data, Dataset | list) or _is_hugging_face(data)
         loader = getattr(data, "batch_size", None)  # of a DataLoader; None where that is not known
         self.batch_size: int | None = batch_size if self.has_examples else loader if isinstance(loader, int) else None
         self.is_once = not self.has_examples and isinstance(data, Iterator)  # what it gave is gone
@@ -79,7 +80,7 @@ class Examples:
         else:
             examples = islice(iter(self._data), done * self._batch_size, None)
         while chunk := list(islice(examples, self._batch_size)):
-            yield self._collated(chunk)
+            yield collated(chunk, None, self._what)
 
     def shown(self, label: str, done: int = 0) -> Iterator[Any]:
         """The same, with a line on the terminal that says how far they are."""
@@ -92,15 +93,35 @@ class Examples:
                 yield batch
                 line.step()
 
-    def _collated(self, chunk: list[Any]) -> Any:
-        try:
-            return default_collate(chunk)
-        except (RuntimeError, TypeError) as error:
-            raise OptionError(
-                f"{self._what}: {len(chunk)} examples cannot be made a batch ({str(error).splitlines()[0]}).\n"
-                "  give a DataLoader with a collate_fn of your own (padding), or batch_size=1; batches that are ready: "
-                "DataLoader(batches, batch_size=None)"
-            ) from error
+
+def collated(chunk: list[Any], collate: Callable[[list[Any]], Any] | None, what: str) -> Any:
+    """Examples as a batch, by a function of the user's or torch's own."""
+    if collate is not None:
+        return collate(chunk)
+    try:
+        return default_collate([_with_tensors(example) for example in chunk])
+    except (RuntimeError, TypeError) as error:
+        raise OptionError(
+            f"{what}: {len(chunk)} examples cannot be made a batch ({str(error).splitlines()[0]}).\n"
+            "  give a DataLoader with a collate_fn of your own (padding), or batch_size=1; batches that are ready: "
+            "DataLoader(batches, batch_size=None)"
+        ) from error
+
+
+def _with_tensors(example: Any) -> Any:
+    """A mapping, as Hugging Face's tokenizers give it, with its lists of numbers as tensors: torch puts these together
+    as rows."""
+    if not isinstance(example, Mapping):
+        return example
+    return {
+        name: torch.tensor(value) if isinstance(value, list) and value and isinstance(value[0], int | float) else value
+        for name, value in example.items()
+    }
+
+
+def _is_hugging_face(data: Any) -> bool:
+    """Whether this is a data set of Hugging Face's, which gives examples and is no torch Dataset."""
+    return any(each.__module__.partition(".")[0] == "datasets" for each in type(data).__mro__)
 
 
 def _shuffles(loader: DataLoader[Any]) -> bool:

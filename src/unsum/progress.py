@@ -51,15 +51,20 @@ class progress(Generic[T]):
             self._stream.write("\n")
             self._stream.flush()
 
-    def step(self, note: str | None = None) -> None:
-        """One more is done; `note` says what comes now."""
-        self._done += 1
+    def step(self, note: str | None = None, by: int = 1) -> None:
+        """One more is done, or `by` more; `note` says what comes now."""
+        self._done += by
         self.say(note if note is not None else self._note)
 
     def say(self, note: str) -> None:
         """What is being done."""
         changed, self._note = note != self._note, note
         self._write(force=changed or self._done == self._total)
+
+    def show(self, note: str) -> None:
+        """The same for what changes all the time (a speed): written now and then."""
+        self._note = note
+        self._write(force=self._done == self._total)
 
     def _write(self, *, force: bool = False) -> None:
         if not self._shown or (not force and time.monotonic() - self._written < _PAUSE):

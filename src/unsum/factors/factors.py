@@ -228,6 +228,19 @@ class Factors:
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return whole.flatten(1).to(self.dtype)
 
+    def token_projected(self, k: int, seed: int = 0) -> Tensor:
+        """(n, t, k·k): the projection of each position's part, which add up to `project(k, seed)`. Of a parameter that
+        met data several times (tied weights), the parts of one position are added up."""
+        wanted = sides(self.shape, k)
+        matrices = None if wanted is None else projection(self.name, seed, *wanted, self.device)
+        found = []
+        for share in self._shares:
+            each = [self._known(total.token_projected(kind, matrices)) for kind in share.kinds]
+            if len({part.shape[1] for part in each}) != 1:
+                raise SamplesError(f"{self.name} has no one row of positions")
+            found.append(share.times(sum(each[1:], each[0])).to(self.dtype))
+        return _joined(_padded(found))
+
     def per_token(self) -> Tensor:
         """(n, t, *shape): the part of each position; padded with zeros where samples have unequal numbers."""
         return torch.cat(_padded([share.times(self._known(kind.tokens())) for share, kind in self._alone()]))

@@ -42,9 +42,11 @@ class Lookup:
 
     def tokens(self) -> Tensor:
         """(n, t, rows, d): the part of each position."""
-        n, t = self.ids.shape
-        each = Lookup(self.ids.reshape(-1, 1), self.delta.flatten(0, 1)[:, None], self.shape, dtype=self.dtype)
-        return each.per_sample().view(n, t, *self.shape)
+        return self.by_position().per_sample().view(*self.ids.shape, *self.shape)
+
+    def by_position(self) -> Lookup:
+        """Every position as a sample of its own."""
+        return Lookup(self.ids.reshape(-1, 1), self.delta.flatten(0, 1)[:, None], self.shape, dtype=self.dtype)
 
     def sum(self) -> Tensor:
         """The sum over samples."""

@@ -134,6 +134,11 @@ class Outer:
         a, delta = self.a.to(other.dtype), self.delta.to(other.dtype)
         return torch.stack([((delta @ matrix.conj()) * a).sum(-1) for matrix in matrices], -1)
 
+    def by_position(self) -> Outer:
+        """Every position as a sample of its own; one group only."""
+        a, delta = (side.flatten(0, 1)[:, None] for side in (self.a, self.delta))
+        return replace(self, a=a, delta=delta, lengths=None, token_squares=None)
+
     def split(self, some: int) -> list[Outer]:
         """So many samples at a time; one group only."""
         return [

@@ -102,3 +102,24 @@ def token_dots(part: Term, other: Tensor) -> Tensor | None:
         return part.token_dots(other)
     each = part.tokens()
     return None if each is None else each.flatten(2) @ rows(other).conj().T
+
+
+def token_projected(part: Term, matrices: tuple[Tensor, Tensor] | None) -> Tensor | None:
+    """(n, t, numbers): each position's part, projected from both sides, or as it is without matrices; None if it has no
+    positions."""
+    if isinstance(part, Windows):
+        part = part.outer()
+    if matrices is not None and (isinstance(part, Lookup) or (isinstance(part, Outer) and part.groups == 1)):
+        apart = part.by_position()
+        t = part.delta.shape[1]
+        if len(part.shape) > 1:
+            return apart.project(*matrices).flatten(1).unflatten(0, (part.n, t))
+    each = part.tokens()
+    if each is None:
+        return None
+    flat = each.flatten(0, 1)
+    if matrices is None:
+        return rows(flat).unflatten(0, each.shape[:2])
+    left, right = matrices
+    found = Dense(flat).project(left, right) if flat.dim() > 2 else flat @ left.to(flat).T
+    return found.flatten(1).unflatten(0, each.shape[:2])

@@ -9,7 +9,9 @@ Examples:
     torch.Size([2, 5])
 """
 
+from unsum.index.alike import Pairs
 from unsum.index.build import build
-from unsum.index.index import Hits, Index, open
+from unsum.index.hits import Hits
+from unsum.index.index import Index, open
 
-__all__ = ["Hits", "Index", "build", "open"]
+__all__ = ["Hits", "Index", "Pairs", "build", "open"]

@@ -4,43 +4,16 @@ curvature's eigenbasis."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from unsum.curvature import Curvature
-from unsum.curvature.blocks import Block
 from unsum.factors.factors import Factors, kept_numbers
 from unsum.fingerprint import fingerprint
-
-
-class Rows(ABC):
-    """A reducer that makes rows (n, K). It looks at one parameter after the other, in the same way in every batch: what
-    comes does not depend on the batches before."""
-
-    by_position = False
-
-    def __init__(self, columns: Mapping[str, int]) -> None:
-        self._columns = columns
-
-    def begin(self, n: int, again: bool) -> None:
-        """A backward with n samples begins."""
-        self._n = n
-        self._parts: dict[str, Tensor] = {}
-
-    @abstractmethod
-    def take(self, name: str, factors: Factors) -> None:
-        """The gradients of one parameter."""
-
-    def end(self, left: Sequence[str]) -> None:
-        """The backward is over."""
-        assert self._parts.keys() == self._columns.keys()
-
-    def matrix(self) -> Tensor:
-        """(n, K), on the processor, in float32."""
-        return torch.cat([self._parts[name].float().cpu() for name in self._columns], 1)
+from unsum.index.reducers import BlockRows, ParameterRows, Rows, TokenRows
 
 
 class Sketch(ABC):
@@ -59,7 +32,11 @@ class Sketch(ABC):
 
     @abstractmethod
     def told(self) -> dict[str, Any]:
-        """What the manifest says of it."""
+        """What tells it from others."""
+
+    @abstractmethod
+    def how(self, name: str) -> str:
+        """How a parameter is covered, in words."""
 
     def weights(self) -> Tensor | None:
         """(K,): what columns are multiplied by for influence; None if that is for the rows themselves to say."""
@@ -67,26 +44,56 @@ class Sketch(ABC):
 
 
 class Projected(Sketch):
-    """k² numbers of each parameter, by random matrices from both sides; smaller parameters as they are."""
+    """k² numbers of each parameter, by random matrices from both sides; smaller parameters as they are. Of several
+    independent sketches each has its own matrices; divided by √sketches, so that inner products of rows are their
+    mean."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], k: int, seed: int) -> None:
-        self.columns = {name: kept_numbers(shape, k) for name, shape in shapes.items()}
-        self._k, self._seed = k, seed
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], k: int, seed: int, sketches: int = 1, *, tokens: bool = False
+    ) -> None:
+        kept = {name: kept_numbers(shape, k) for name, shape in shapes.items()}
+        self._is_whole = {name: kept[name] == torch.Size(shape).numel() for name, shape in shapes.items()}
+        self.columns = {name: kept[name] * (1 if self._is_whole[name] else sketches) for name in shapes}
+        self._k, self._seed, self.sketches, self._tokens = k, seed, sketches, tokens
+
+    def of(self, names: Iterable[str]) -> Projected:
+        """The same for these parameters alone."""
+        other = object.__new__(type(self))
+        chosen = set(names)
+        vars(other).update(vars(self), columns={n: size for n, size in self.columns.items() if n in chosen})
+        return other
 
     def rows(self) -> Rows:
-        return _ProjectedRows(self.columns, self._k, self._seed)
+        return TokenRows(self.columns, self._of) if self._tokens else ParameterRows(self.columns, self._of)
+
+    def _of(self, name: str, factors: Factors) -> Tensor:
+        """(n, columns), or (n, t, columns)."""
+        read = factors.token_projected if self._tokens else factors.project
+        if self._is_whole[name] or self.sketches == 1:
+            return read(self._k, self._seed)
+        found = [read(self._k, self._seed + 1_000_003 * j) for j in range(self.sketches)]
+        return torch.cat(found, -1) / self.sketches**0.5
 
     def told(self) -> dict[str, Any]:
-        return {"kind": "random", "k": self._k, "seed": self._seed, "columns": self.columns}
+        return {"kind": "random", "k": self._k, "seed": self._seed, "sketches": self.sketches}
 
+    def how(self, name: str) -> str:
+        if name not in self.columns:
+            return "left out: it has no positions"
+        return "whole" if self._is_whole[name] else f"projected to {self.columns[name]} numbers"
 
-class _ProjectedRows(Rows):
-    def __init__(self, columns: Mapping[str, int], k: int, seed: int) -> None:
-        super().__init__(columns)
-        self._k, self._seed = k, seed
-
-    def take(self, name: str, factors: Factors) -> None:
-        self._parts[name] = factors.project(self._k, self._seed)
+    def apart(self, one: Tensor, other: Tensor) -> Tensor:
+        """(…, sketches): inner products of rows (…, K), by each sketch alone."""
+        total = torch.zeros(*one.shape[:-1], self.sketches, dtype=one.dtype)
+        first = 0
+        for name, size in self.columns.items():
+            product = (one * other)[..., first : first + size]
+            whole = self._is_whole[name]
+            total += product.sum(-1, keepdim=True) if whole else (
+                product.unflatten(-1, (self.sketches, -1)).sum(-1) * self.sketches
+            )  # fmt: skip
+            first += size
+        return total
 
 
 class Leading(Sketch):
@@ -98,10 +105,14 @@ class Leading(Sketch):
         self.columns = {name: len(place) for name, place in self._places.items()}
 
     def rows(self) -> Rows:
-        return _LeadingRows(self.columns, self._curvature.blocks, self._places)
+        return BlockRows(self.columns, self._curvature.blocks, self._places)
 
     def told(self) -> dict[str, Any]:
-        return {"kind": "eigenbasis", "k": self._k, "columns": self.columns, "curvature": self._mark()}
+        return {"kind": "eigenbasis", "k": self._k, "curvature": self._mark()}
+
+    def how(self, name: str) -> str:
+        block = next(each for each in self._curvature.blocks.values() if name in each.names)
+        return f"{self.columns[block.name]} coordinates of the eigenbasis of {' and '.join(block.names)}"
 
     def _mark(self) -> str:
         """A number that another curvature does not have."""
@@ -115,26 +126,6 @@ class Leading(Sketch):
             damped = block.eigenvalues.reshape(-1).double().cpu()[self._places[name]] + block.damping
             found.append(torch.where(damped > 0, 1 / damped, 0.0))
         return torch.cat(found)
-
-
-class _LeadingRows(Rows):
-    def __init__(self, columns: Mapping[str, int], blocks: Mapping[str, Block], places: Mapping[str, Tensor]) -> None:
-        super().__init__(columns)
-        self._blocks, self._places = blocks, places
-        self._of = {each: name for name, block in blocks.items() for each in block.names}
-        self._waiting: dict[str, dict[str, Tensor]] = {}  # gradients of blocks of which another part is to come
-
-    def begin(self, n: int, again: bool) -> None:
-        super().begin(n, again)
-        self._waiting = {}
-
-    def take(self, name: str, factors: Factors) -> None:
-        block = self._blocks[self._of[name]]
-        parts = self._waiting.setdefault(block.name, {})
-        parts[name] = factors.per_sample()
-        if len(parts) == len(block.names):
-            found = block.into(self._waiting.pop(block.name)).flatten(1)
-            self._parts[block.name] = found[:, self._places[block.name].to(found.device)]
 
 
 def _largest(values: Tensor, count: int) -> Tensor:

@@ -1,5 +1,5 @@
-"""An index on disk: shards as safetensors, a manifest in JSON. What is there is whole: files appear by renaming, when
-they and their folder have reached the disk."""
+"""The files of an index: shards as safetensors, plan and manifest as JSON. What is there is whole: a file appears by
+renaming, when it has reached the disk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import json
 import os
-import socket
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unsum.errors import NotInstalled, OptionError, UnsumError, UnsupportedError
+from unsum.errors import NotInstalled, OptionError, UnsumError
 
 FORMAT, VERSION = "unsum index", 1
-PLAN, MANIFEST = "plan.json", "manifest.json"  # what is to be built, and what was
+PLAN, MANIFEST, CURVATURE = "plan.json", "manifest.json", "curvature.safetensors"
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-_NUMPY = {torch.float16: "<f2", torch.bfloat16: "<u2", torch.float32: "<f4"}
+_NUMPY = {
+    torch.float16: "<f2", torch.bfloat16: "<u2", torch.float32: "<f4", torch.int32: "<i4", torch.int64: "<i8",
+}  # fmt: skip
 
 
 def shard_name(number: int) -> str:
@@ -29,16 +30,21 @@ def shard_name(number: int) -> str:
     return f"shard-{number:06d}.safetensors"
 
 
+def texts_name(number: int) -> str:
+    """The file with the ids and texts of a shard's examples."""
+    return f"examples-{number:06d}.parquet"
+
+
 def write_json(folder: Path, name: str, content: Mapping[str, Any]) -> None:
     """A file that is there whole, or not at all."""
-    _put(folder, name, (json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode())
+    put(folder, name, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any] | None:
     """What a file says; None if there is none."""
     try:
         text = (folder / name).read_text(encoding="utf-8")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         found = json.loads(text)
@@ -51,21 +57,21 @@ def read_json(folder: Path, name: str) -> dict[str, Any] | None:
     return found
 
 
-def write_shard(folder: Path, number: int, rows: Tensor, told: Mapping[str, Any]) -> None:
-    """Rows (n, K) in the index's dtype, each with a power of two by which it is multiplied."""
-    stored, scales = scaled(rows, DTYPES[told["dtype"]])
-    tensors = {"rows": stored.contiguous(), "scales": scales}
-    told = {**told, "crc": checksum(tensors)}
-    data = _needed("safetensors.torch").save(tensors, metadata={"unsum": json.dumps(told, sort_keys=True)})
-    _put(folder, shard_name(number), data)
-
-
 def scaled(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """In a narrow dtype, with a power of two for each row, so that neither large nor small gradients are lost."""
-    largest = rows.abs().amax(1)
+    """Rows (n, K) in a narrow dtype, and a power of two for each, by which it is multiplied: so neither large nor small
+    gradients are lost."""
+    largest = rows.abs().amax(1) if rows.shape[1] else rows.new_zeros(len(rows))
     exponent = torch.where(largest > 0, torch.floor(torch.log2(largest.double().clamp_min(1e-300))), 0.0)
     scales = torch.exp2(exponent.clamp(-120, 120)).float()
     return (rows / scales[:, None]).to(dtype), scales
+
+
+def write_shard(folder: Path, number: int, tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:
+    """`rows` (n, K) with their `scales`; with rows for tokens, `examples` and `positions` as well."""
+    whole = {name: value.contiguous() for name, value in tensors.items()}
+    told = {**told, "crc": checksum(whole)}
+    data = needed("safetensors.torch").save(whole, metadata={"unsum": json.dumps(told, sort_keys=True)})
+    put(folder, shard_name(number), data)
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> int:
@@ -82,28 +88,33 @@ class Shard:
     def __init__(self, folder: Path, number: int) -> None:
         self.path, self.number = folder / shard_name(number), number
         header, self._start = _header(self.path)
-        self.told: dict[str, Any] = json.loads(header["__metadata__"]["unsum"])
-        self._places = {name: header[name] for name in ("rows", "scales")}
-        self.rows, self.width = self._places["rows"]["shape"]
+        self.told: dict[str, Any] = json.loads(header.pop("__metadata__")["unsum"])
+        self._places = header
+        self.rows, self.width = header["rows"]["shape"]
 
     def stored(self) -> tuple[Tensor, Tensor]:
         """(rows, K) in the index's dtype, and (rows,) what each is multiplied by."""
         return self._mapped("rows", DTYPES[self.told["dtype"]]), self._mapped("scales", torch.float32)
 
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """(rows,) and (rows,): which example of the shard a row belongs to, and at which position."""
+        return self._mapped("examples", torch.int32), self._mapped("positions", torch.int32)
+
     def _mapped(self, name: str, dtype: torch.dtype) -> Tensor:
-        numpy = _needed("numpy")
         place = self._places[name]
         if not self.rows:
             return torch.zeros(place["shape"], dtype=dtype)
         first = self._start + place["data_offsets"][0]
-        values = numpy.memmap(self.path, _NUMPY[dtype], "c", first, tuple(place["shape"]))
+        values = needed("numpy").memmap(self.path, _NUMPY[dtype], "c", first, tuple(place["shape"]))
         found = torch.from_numpy(values)
         return found.view(torch.bfloat16) if dtype == torch.bfloat16 else found
 
     def is_whole(self) -> bool:
         """Whether every byte is what was written."""
-        stored, scales = self.stored()
-        return checksum({"rows": stored, "scales": scales}) == self.told["crc"]
+        tensors = dict(zip(("rows", "scales"), self.stored(), strict=True))
+        if "positions" in self._places:
+            tensors |= zip(("examples", "positions"), self.tokens(), strict=True)
+        return checksum(tensors) == self.told["crc"]
 
 
 def shard_at(folder: Path, number: int) -> Shard | None:
@@ -111,7 +122,7 @@ def shard_at(folder: Path, number: int) -> Shard | None:
     try:
         found = Shard(folder, number)
         return found if found.is_whole() else None
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -127,26 +138,37 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
     return header, 8 + size
 
 
-def _put(folder: Path, name: str, data: bytes) -> None:
+def put(folder: Path, name: str, data: bytes) -> None:
     """Write beside it, wait for the disk, rename, wait for the folder."""
     beside = folder / f".{name}.{os.getpid()}.part"
     try:
-        with beside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, folder / name)
-        _sync(folder)
-    except OSError as error:
+        with telling(folder / name):
+            with beside.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, folder / name)
+            sync(folder)
+    except UnsumError:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def telling(path: Path) -> Iterator[None]:
+    """A write that fails is told with its file."""
+    try:
+        yield
+    except OSError as error:
         why = error.strerror or type(error).__name__
         raise UnsumError(
-            f"cannot write {folder / name}: {why}.\n  what was written before is whole: make room, and call build again"
+            f"cannot write {path}: {why}.\n  what was written before is whole: make room, and call build again"
         ) from error
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
+    """Wait until the names in a folder have reached the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -154,40 +176,17 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
-@contextlib.contextmanager
-def locked(folder: Path, name: str) -> Iterator[None]:
-    """One builder at a time. The lock is the system's: it goes with the process that held it, however that ended."""
-    try:
-        fcntl: Any = importlib.import_module("fcntl")
-    except ImportError as error:
-        raise UnsupportedError("builds lock their folder by fcntl, which this system does not have") from error
-    path = folder / f".{name}.lock"
-    with path.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            file.seek(0)
-            raise OptionError(
-                f"{folder}: another process builds this index ({file.read().strip() or 'not known which'}).\n"
-                "  wait for it, or stop it; what it has written stays"
-            ) from error
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        yield
-        file.truncate(0)
-
-
 def sweep(folder: Path) -> None:
     """Remove what processes that were killed had begun to write."""
-    for path in folder.glob(".*.part"):
+    for path in (*folder.glob(".*.part"), *folder.glob(".shard-*.lock")):
         with contextlib.suppress(OSError):
             path.unlink()
 
 
-def _needed(name: str) -> Any:
+def needed(name: str, extra: str = "index") -> Any:
+    """A package that an index needs."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         missing = name.partition(".")[0]
-        raise NotInstalled(f"an index needs {missing}, which is not installed: pip install unsum[index]") from error
+        raise NotInstalled(f"an index needs {missing}, which is not installed: pip install unsum[{extra}]") from error

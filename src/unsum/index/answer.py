@@ -1,0 +1,109 @@
+"""Answers a query: the scan over the rows, error bars, a second stage by whole gradients, the scores of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unsum.errors import OptionError
+from unsum.index.data import Collate
+from unsum.index.hits import Hits
+from unsum.index.query import Asker
+from unsum.index.scan import Best, scan
+from unsum.index.stored import Stored
+
+
+@dataclass(frozen=True)
+class Answers:
+    """An index, the data set behind it if that was given, and one who asks."""
+
+    stored: Stored
+    asker: Asker
+    score: str
+    data: Any
+    collate: Collate | None
+
+    def examples(self, asked: Tensor, k: int, device: torch.device) -> Hits:
+        """The best examples for queries (q, K)."""
+        best = self._best(asked.to(device), k, by_example=True)
+        errors = None if self.stored.info["tokens"] else self._errors(asked, best.numbers)
+        return Hits(best.numbers, best.scores.double(), errors)
+
+    def tokens(self, asked: Tensor, k: int, device: torch.device) -> Hits:
+        """The best tokens."""
+        best = self._best(asked.to(device), k, by_example=False)
+        ids, positions = self.stored.places(best.numbers)
+        return Hits(ids, best.scores.double(), self._errors(asked, best.numbers), positions)
+
+    def _best(self, asked: Tensor, k: int, *, by_example: bool) -> Best:
+        """The highest scores, in one pass over the rows."""
+        summed, stored = by_example and self.stored.info["tokens"], self.stored
+        best = Best(len(asked), k)
+        for found in scan(stored.shards, asked, cosine=self.score == "cosine", whole=summed):
+            if summed:
+                best.add(stored.first_examples[found.shard], stored.summed(found.shard, found.scores))
+            else:
+                best.add(stored.starts[found.shard] + found.first, found.scores)
+        return best
+
+    def _errors(self, asked: Tensor, numbers: Tensor) -> Tensor | None:
+        if not self.asker.has_errors:
+            return None
+        rows = self.stored.chosen(numbers)
+        found = self.asker.errors(asked, rows)
+        if self.score == "cosine":
+            found = found / rows.norm(dim=-1).clamp_min(1e-300) / asked.norm(dim=1, keepdim=True).clamp_min(1e-300)
+        return found
+
+    def reranked(self, hits: Hits, batch: Any, k: int, *, tokens: bool) -> Hits:
+        """The second stage: whole gradients of all queries' candidates together, then each query's own."""
+        own = hits.ids.unique()
+        matrix, by_token = self.asker.exact(
+            batch, self._looked_up(own, "rerank="), self.score, self.collate, tokens=tokens
+        )
+        place = torch.searchsorted(own, hits.ids)
+        scores, order = matrix.gather(1, place).topk(min(k, place.shape[1]), dim=1)
+        found = Hits(hits.ids.gather(1, order), scores)
+        return found if by_token is None else replace(found, tokens=_arranged(by_token, place.gather(1, order)))
+
+    def with_tokens(self, hits: Hits, asked: Tensor, batch: Any) -> Hits:
+        """The score of every token of the hits: from the rows, or from whole gradients."""
+        if self.stored.info["tokens"]:
+            rows = [[self.stored.rows_of(int(e)).double() @ asked[q] for e in row] for q, row in enumerate(hits.ids)]
+            return replace(hits, tokens=rows)
+        own = hits.ids.unique()
+        _, by_token = self.asker.exact(batch, self._looked_up(own, "tokens="), self.score, self.collate, tokens=True)
+        assert by_token is not None
+        return replace(hits, tokens=_arranged(by_token, torch.searchsorted(own, hits.ids)))
+
+    def _looked_up(self, numbers: Tensor, what: str) -> list[Any]:
+        if self.data is None:
+            raise OptionError(f"query({what}): needs the data set: unsum.index.open(path, data), or data=")
+        if not is_by_example(self.data, self.stored):
+            raise OptionError(
+                f"query({what}): the data has {len(self.data)} examples, and the index {self.stored.info['examples']}: "
+                "it is not the data set that it was built from, or several documents are in one example"
+            )
+        return [self.data[number] for number in numbers.tolist()]
+
+
+def told(hits: Hits, stored: Stored, data: Any) -> Hits:
+    """The same with ids, texts and examples, as far as there are."""
+    named, examples = stored.named(hits.ids), None
+    if data is not None and is_by_example(data, stored):
+        examples = [[data[number] for number in row] for row in hits.ids.tolist()]
+    return replace(hits, names=named.get("id"), texts=named.get("text"), examples=examples)
+
+
+def is_by_example(data: Any, stored: Stored) -> bool:
+    """Whether the data has one example for each of the index's."""
+    return len(data) == stored.info["examples"]
+
+
+def _arranged(by_token: Sequence[Tensor], place: Tensor) -> list[list[Tensor]]:
+    """[query][rank]: the scores of tokens, of what was computed for all queries together."""
+    return [[by_token[p][q] for p in row] for q, row in enumerate(place.tolist())]

@@ -1,0 +1,245 @@
+"""Builds an index shard by shard. A shard is a function of the plan and its number, so any process can make it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unsum.curvature import Curvature
+from unsum.errors import OptionError, SamplesError, UnsupportedError
+from unsum.fingerprint import content
+from unsum.index import locks, plan, store, texts
+from unsum.index.data import Cut, Part
+from unsum.index.journal import Journal, Record
+from unsum.index.maker import Maker
+from unsum.index.ranks import Ranks
+from unsum.seams.sharding import on_any_rank
+
+
+class Builder:
+    """What is built, of what, and where."""
+
+    def __init__(
+        self, folder: Path, maker: Maker, cut: Cut, dtype: str, curvature: Curvature | None, *,
+        ranks: Ranks, tokens: bool = False, ids: texts.Source = None, text: texts.Source = None,
+    ) -> None:  # fmt: skip
+        self.folder, self._maker, self.cut, self._dtype = folder, maker, cut, dtype
+        self._curvature, self._tokens, self._ids, self._text = curvature, tokens, ids, text
+        self.plan: Mapping[str, Any] = {}
+        self._ranks = ranks
+
+    def prepare(self, shard_size: int | None, shards: int | None) -> None:
+        """Make the plan, or compare with the one that is there."""
+        asked = plan.wanted(self._maker, self.cut, self._dtype, tokens=self._tokens)
+        asked["texts"] = {"ids": self._ids is not None, "text": self._text is not None}
+        known = self._ranks.from_first(self._known)
+        if known is None:
+            known = plan.make(asked, self._maker, self.cut, shard_size, shards)
+            self._ranks.from_first(lambda: self._keep(known))
+        else:
+            plan.refuse_other(self.folder, known, asked, shard_size)
+            self._maker.keep(known["columns"])
+        self.plan = known
+        self.cut.size = known["cut"]["size"]
+        self._refuse_other_rows()
+
+    def _known(self) -> dict[str, Any] | None:
+        known = store.read_json(self.folder, store.PLAN)
+        if known is None and (any(self.folder.glob("shard-*")) or (self.folder / store.MANIFEST).exists()):
+            raise OptionError(f"{self.folder}: has shards and no {store.PLAN}; give another path")
+        return known
+
+    def _keep(self, known: Mapping[str, Any]) -> None:
+        with locks.short(self.folder, "plan"):
+            other = store.read_json(self.folder, store.PLAN)
+            if other is None:
+                plan.keep_curvature(self.folder, self._curvature)
+                store.write_json(self.folder, store.PLAN, known)
+            elif other != known:
+                raise OptionError(f"{self.folder}: another process has begun an index of something else here")
+
+    def _refuse_other_rows(self) -> None:
+        """Raise if the first batch of a shard that is there no longer gives the same rows: another loss_fn, other
+        samples=, another mode of the model. Across machines rounding may differ."""
+        is_there = self._ranks.from_first(lambda: self._at(0) is not None)
+        first = self.cut.first()
+        if first is None or not is_there:
+            return
+        shard = store.Shard(self.folder, 0)
+        tensors = self._tensors(first, 0, 0)
+        stored, scales = shard.stored()
+        if self._tokens:
+            here = torch.isin(shard.tokens()[0], tensors["examples"])
+        else:
+            here = torch.zeros(len(stored), dtype=torch.bool)
+            here[torch.tensor(first.numbers) if first.numbers is not None else slice(len(tensors["rows"]))] = True
+        known = (stored.float() * scales[:, None])[here]
+        order = tensors["order"].argsort() if "order" in tensors else slice(None)
+        made = (tensors["rows"].float() * tensors["scales"][:, None])[order]
+        if known.shape != made.shape or float((known - made).norm()) > 0.02 * float(known.norm()) + 1e-30:
+            raise OptionError(
+                f"{self.folder}: the first examples no longer give the rows that are there: loss_fn, samples= or the "
+                "model's mode (train, eval) is another.\n  give the same, or another path"
+            )
+
+    def missing(self, numbers: Iterable[int]) -> list[int]:
+        """Those of these shards that are not there whole."""
+        return [number for number in numbers if self._at(number) is None]
+
+    def _at(self, number: int) -> store.Shard | None:
+        found = store.shard_at(self.folder, number)
+        if found is not None and texts.wanted(self.plan) and not (self.folder / store.texts_name(number)).exists():
+            return None
+        return found
+
+    def make(self, number: int, advance: Callable[[int, int], None]) -> bool:
+        """Make a shard, or go on with it; False if there is no data for it. `advance(examples, bytes)` hears of each
+        batch."""
+        with locks.shard(self.folder, number) as got:
+            if not got:
+                raise OptionError(
+                    f"{self.folder}: another process makes shard {number}.\n  wait for it, or stop it; what it has "
+                    "written stays"
+                )
+            if self._at(number) is not None:
+                return True
+            journal = Journal(self.folder, number)
+            is_done = False
+            try:
+                made, named = self._filled(number, journal, advance)
+                if made:
+                    self._write(number, made, named)
+                is_done = True
+                return bool(made)
+            finally:
+                journal.close(done=is_done)
+
+    def come_along(self) -> None:
+        """Where parameters are spread over processes, every process takes part in every forward: go through the first
+        batch for as long as another process has work."""
+        first = None
+        while on_any_rank(self._maker.model, False):
+            first = first or self.cut.first()
+            assert first is not None
+            self._maker.rows(first.batch, "build")
+
+    def _filled(
+        self, number: int, journal: Journal, advance: Callable[[int, int], None]
+    ) -> tuple[list[Record], list[texts.Named]]:
+        """What the batches of a shard give: from the journal what was done before."""
+        made = list(journal.records())
+        named: list[texts.Named] = []
+        rows = 0
+        for k, part in enumerate(self.cut.parts(number)):
+            if k < len(made):
+                self._refuse_other_content(number, made[k], part)
+            else:
+                record = Record(self._tensors(part, number, rows), content(part.batch))
+                journal.add(record)
+                made.append(record)
+            some = len(made[k].tensors["rows"])
+            if texts.wanted(self.plan):
+                named.append(texts.read(part, some, self._ids, self._text, number * self.cut.size))
+            rows += some
+            advance(1 if self.cut.unit == "batches" else len(part.examples or ()), _bytes(made[k]))
+        return made, named
+
+    def _refuse_other_content(self, number: int, record: Record, part: Part) -> None:
+        if record.content != content(part.batch):
+            raise OptionError(
+                f"{self.folder}: shard {number} was begun with other data.\n  give the same data set, or another path"
+            )
+
+    def _tensors(self, part: Part, number: int, before: int) -> dict[str, Tensor]:
+        """What is stored of a batch: rows and scales, and `order`, where each row belongs in the shard."""
+        first = number * self.cut.size + (min(part.numbers) if part.numbers else before)
+        on_any_rank(self._maker.model, True)
+        rows = self._maker.rows(part.batch, "build", first)
+        found: dict[str, Tensor] = {}
+        if self._tokens:
+            rows, found = self._by_token(rows, part, before)
+        elif part.numbers is not None and len(part.numbers) == len(rows):
+            found["order"] = torch.tensor(part.numbers)
+        elif part.numbers is not None and self.plan["data"]["batches"].get("tokens") is not None:
+            raise UnsupportedError(
+                f"build(batch_tokens=...): {len(part.numbers)} examples gave {len(rows)} rows, so that their order is "
+                "lost when examples of like length are put together.\n  give batch_size= instead"
+            )
+        stored, scales = store.scaled(rows, store.DTYPES[self._dtype])
+        return {"rows": stored.contiguous(), "scales": scales, **found}
+
+    def _by_token(self, rows: Tensor, part: Part, before: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """(n, t, K) as one row for each token that an example has; padding has none, where lengths are known."""
+        n, t = rows.shape[:2]
+        if part.numbers is not None and len(part.numbers) != n:
+            raise UnsupportedError(
+                f"build(tokens=True): {len(part.numbers)} examples gave {n} samples: packed documents have no rows for "
+                "tokens"
+            )
+        lengths = part.lengths if part.lengths is not None and max(part.lengths, default=0) <= t else [t] * n
+        is_token = torch.arange(t) < torch.tensor(lengths)[:, None]
+        numbers = torch.tensor(part.numbers if part.numbers is not None else range(before, before + n))
+        examples = numbers[:, None].expand(n, t)[is_token]
+        positions = torch.arange(t).expand(n, t)[is_token]
+        order = examples * (1 << 32) + positions
+        return rows[is_token], {"examples": examples.int(), "positions": positions.int(), "order": order}
+
+    def _write(self, number: int, made: Sequence[Record], named: Sequence[texts.Named]) -> None:
+        tensors = {name: torch.cat([record.tensors[name] for record in made]) for name in made[0].tensors}
+        if "order" in tensors:
+            order = tensors.pop("order").argsort()
+            tensors = {name: value[order] for name, value in tensors.items()}
+        if named:
+            texts.write(self.folder, number, named)
+        told = {
+            "dtype": self._dtype, "number": number, "data": content([record.content for record in made]),
+            "examples": self._examples(tensors),
+        }  # fmt: skip
+        store.write_shard(self.folder, number, tensors, told)
+
+    def _examples(self, tensors: Mapping[str, Tensor]) -> int:
+        if not self._tokens:
+            return len(tensors["rows"])
+        return int(tensors["examples"].max()) + 1 if len(tensors["examples"]) else 0
+
+    def finish(self) -> bool:
+        """Write the manifest if every shard is there."""
+        count = self.cut.shards()
+        shards = []
+        with locks.short(self.folder, "finish"):
+            for number in range(count) if count is not None else _forever():
+                try:
+                    shard = store.Shard(self.folder, number)
+                except FileNotFoundError:
+                    if count is None:
+                        break
+                    return False
+                except (OSError, ValueError, KeyError, TypeError):
+                    return False
+                shards.append({
+                    "file": shard.path.name, "rows": shard.rows, "examples": shard.told["examples"],
+                    "crc": shard.told["crc"], "data": shard.told["data"],
+                })  # fmt: skip
+            rows = sum(shard["rows"] for shard in shards)
+            if not rows:
+                raise SamplesError("build: the data is empty")
+            examples = sum(shard["examples"] for shard in shards)
+            manifest = {**self.plan, "shards": shards, "rows": rows, "examples": examples}
+            if store.read_json(self.folder, store.MANIFEST) != manifest:
+                store.write_json(self.folder, store.MANIFEST, manifest)
+        return True
+
+
+def _forever() -> Iterator[int]:
+    number = 0
+    while True:
+        yield number
+        number += 1
+
+
+def _bytes(record: Record) -> int:
+    return sum(value.numel() * value.element_size() for value in record.tensors.values())

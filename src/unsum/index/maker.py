@@ -1,0 +1,149 @@
+"""Makes the rows of one batch: its gradients, projected while backward runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unsum.check import LossFunction
+from unsum.choice import exactly
+from unsum.curvature import Curvature, load
+from unsum.errors import OptionError, SamplesError
+from unsum.examples import SamplesOfBatch, alone, losses_of, refuse_not_finite, refuse_other_number, samples_of
+from unsum.fingerprint import content, fingerprint
+from unsum.gradients import gradients
+from unsum.index import store
+from unsum.index.reducers import TokenRows
+from unsum.index.sketch import Leading, Projected, Sketch
+from unsum.reducers import Norms
+from unsum.seams.sharding import is_sharded, local, whole
+
+Params = str | Sequence[str] | None
+
+
+class Maker:
+    """A model, its losses, and how its gradients become rows."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction, samples: SamplesOfBatch, sketch: Sketch, params: Params
+    ) -> None:
+        self.model, self._loss_fn, self._samples, self.sketch = model, loss_fn, samples, sketch
+        self._params: str | Sequence[str] = "*" if params is None else params
+        self.parameters = parameters_of(model, self._params)
+
+    def rows(self, batch: Any, what: str, first: int = 0) -> Tensor:
+        """(n, K) of a batch whose first example has this number; with rows for tokens (n, t, K)."""
+        reducer = self.sketch.rows()
+        samples = samples_of(self._samples, batch)
+        with alone(what), _unsynchronised(self.model), gradients(
+            self.model, reducer, samples=samples, params=self._params, grad=False
+        ):  # fmt: skip
+            losses = losses_of(self._loss_fn, self.model, batch, first, what, are_samples=samples is None)
+            if not len(losses):
+                return torch.zeros(0, self.sketch.width)
+            losses.sum().backward()
+        if isinstance(reducer, TokenRows):
+            reducer.refuse_left_out()
+        found = reducer.matrix()
+        refuse_other_number(len(losses), len(found), what)
+        refuse_not_finite(found.flatten(1).sum(1), first, what, "gradient")
+        return found
+
+    def leave_out(self, batch: Any) -> None:
+        """With rows for tokens: find the parameters that have no gradient for each position, and leave them out."""
+        samples = samples_of(self._samples, batch)
+        reducer = self.sketch.rows()
+        if not isinstance(reducer, TokenRows):
+            return
+        with alone("build"), gradients(self.model, reducer, samples=samples, params=self._params, grad=False):
+            losses_of(self._loss_fn, self.model, batch, 0, "build", are_samples=samples is None).sum().backward()
+        self.keep([name for name in self.sketch.columns if name not in reducer.left_out])
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Only these parameters have columns."""
+        if isinstance(self.sketch, Projected):
+            self.sketch = self.sketch.of(names)
+        if not self.sketch.columns:
+            raise SamplesError("tokens=True: no parameter has a gradient for each position of the input")
+
+    def audit(self, batch: Any) -> float | None:
+        """How far the sum of the samples' gradients is from plain autograd's, on one batch, relative to it. None where
+        parameters are spread over processes: there unsum's own comparison of what arrives is all."""
+        if is_sharded(self.model):
+            return None
+        samples = samples_of(self._samples, batch)
+        with _unsynchronised(self.model), gradients(
+            self.model, samples=samples, params=self._params, grad=False
+        ) as g:  # fmt: skip
+            losses = losses_of(self._loss_fn, self.model, batch, 0, "build", are_samples=samples is None)
+            losses.sum().backward(retain_graph=True)
+        wanted = torch.autograd.grad(losses.sum(), list(self.parameters.values()), allow_unused=True)
+        off = size = 0.0
+        for name, grad in zip(self.parameters, wanted, strict=True):
+            if grad is not None:
+                grad = grad.to_dense() if grad.layout != torch.strided else grad
+                off += float((g[name].sum() + g[name].shared() - grad).double().norm()) ** 2
+                size += float(grad.double().norm()) ** 2
+        return float((off / size) ** 0.5) if size else 0.0
+
+    def marks(self) -> dict[str, Any]:
+        """The fingerprints of the parameters, and one of everything else that the model holds."""
+        with whole(self.model):
+            chosen = {name: fingerprint(_gathered(p)) for name, p in self.parameters.items()}
+            own = {id(p) for p in self.parameters.values()}
+            rest = [
+                (name.removeprefix("module."), fingerprint(_gathered(value)))
+                for name, value in (*self.model.named_parameters(), *self.model.named_buffers())
+                if id(value) not in own and name.removeprefix("module.") not in chosen
+            ]
+        return {"parameters": chosen, "rest": content(rest)}
+
+
+def sketch_of(
+    model: nn.Module, k: int, seed: int, sketches: int, curvature: Curvature | None, params: Params, *, tokens: bool
+) -> tuple[Sketch, Params]:
+    """How the gradients of a model become rows, and which parameters they are of."""
+    if curvature is not None:
+        if params is not None:
+            raise OptionError("params= and curvature=: the curvature says which parameters it covers; give one of them")
+        names = [exactly(name) for name in curvature.parameters]
+        curvature.refuse_changed(parameters_of(model, names))
+        return Leading(curvature, k), names
+    chosen = parameters_of(model, "*" if params is None else params)
+    return Projected({name: tuple(p.shape) for name, p in chosen.items()}, k, seed, sketches, tokens=tokens), params
+
+
+def sketch_from(folder: Path, model: nn.Module, plan: Mapping[str, Any]) -> tuple[Sketch, Curvature | None]:
+    """How queries of an index become rows."""
+    told = plan["sketch"]
+    if told["kind"] == "eigenbasis":
+        curvature = load(folder / store.CURVATURE)
+        return Leading(curvature, told["k"]), curvature
+    chosen = parameters_of(model, [exactly(name) for name in plan["columns"]])
+    shapes = {name: tuple(chosen[name].shape) for name in plan["columns"]}
+    return Projected(shapes, told["k"], told["seed"], told["sketches"]), None
+
+
+def parameters_of(model: nn.Module, params: str | Sequence[str]) -> dict[str, Tensor]:
+    """The parameters that are chosen, by their first names."""
+    with gradients(model, Norms(), params=params, grad=False) as chosen:
+        found: dict[str, Tensor] = {name: chosen.parameters[name] for name in chosen}
+    if not found:
+        raise OptionError("no parameters are trained (requires_grad=False, or params= chooses none)")
+    return found
+
+
+def _unsynchronised(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """DDP waits for other processes in every backward unless it is told not to; here each has batches of its own."""
+    quiet: Any = getattr(model, "no_sync", None)
+    return contextlib.nullcontext() if quiet is None else quiet()
+
+
+def _gathered(parameter: Tensor) -> Tensor:
+    """The whole of a parameter; every process must come here where it is spread over processes."""
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else local(parameter)

@@ -1,0 +1,121 @@
+"""What a query needs of the model: the queries' own rows, turned by a curvature if influence is asked for, and scores
+from whole gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, default_collate
+
+from unsum.check import LossFunction
+from unsum.choice import exactly
+from unsum.curvature.vectors import is_number
+from unsum.errors import OptionError, SamplesError, UnsupportedError
+from unsum.examples import SamplesOfBatch
+from unsum.fingerprint import changed
+from unsum.index.alike import blocks
+from unsum.index.data import Collate
+from unsum.index.maker import Maker, sketch_from
+from unsum.index.sketch import Projected
+from unsum.index.store import Shard
+from unsum.index.stored import Stored
+from unsum.influence import influence
+
+_WHOLE = 8192  # columns, up to which rows' second moment is one matrix
+DAMPING = 0.1  # of the mean eigenvalue
+
+
+class Asker:
+    """A model that asks: it must be the one that the index was built with."""
+
+    def __init__(self, stored: Stored, model: nn.Module, loss_fn: LossFunction, samples: SamplesOfBatch) -> None:
+        if not callable(loss_fn) or isinstance(loss_fn, nn.Module):
+            raise OptionError("query needs loss_fn(model, batch), which returns one loss for each query, (n,)")
+        self._stored, self._model, self._loss_fn, self._samples = stored, model, loss_fn, samples
+        self.sketch, self.curvature = sketch_from(stored.folder, model, stored.info)
+        covered = stored.info["columns"] if self.curvature is None else self.curvature.parameters
+        self._names = [exactly(name) for name in covered]
+
+    def rows(self, batch: Any) -> Tensor:
+        """(queries, K), in float64."""
+        maker = Maker(self._model, self._loss_fn, self._samples, self.sketch, self._names)
+        known = self._stored.info["parameters"]
+        off = changed({name: known[name] for name in maker.parameters}, maker.parameters)
+        if off:
+            raise UnsupportedError(
+                f"the parameters changed since the index was built ({off[0]}{', ...' if len(off) > 1 else ''}): it is "
+                "that of another model.\n  build another one, or load the weights that it was built with"
+            )
+        rows = maker.rows(batch, "query")
+        if not len(rows):
+            raise SamplesError("query: the batch is empty")
+        return rows.double()
+
+    def turned(self, asked: Tensor, damping: float | None) -> Tensor:
+        """(P⁻¹ q): by the curvature's eigenvalues, or by the second moment of the rows."""
+        weights = self.sketch.weights()
+        if weights is not None:
+            if damping is not None:
+                raise OptionError("query(damping=...): the index has the damping of its curvature")
+            return asked * weights
+        if damping is not None and (not is_number(damping) or damping < 0):
+            raise OptionError(f"query(damping={damping!r}): a number, 0 or more, or None")
+        parts = []
+        for columns, moment in moments(self._stored.shards, self._stored.info):
+            added = DAMPING * float(moment.diagonal().mean()) if damping is None else damping
+            damped = moment + added * torch.eye(len(moment), dtype=torch.float64)
+            try:
+                parts.append(torch.linalg.solve(damped, asked[:, columns].T).T)
+            except RuntimeError:
+                raise OptionError(f"query: the second moment of the rows is singular with damping={added:g}") from None
+        return torch.cat(parts, 1)
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether rows have independent sketches."""
+        return isinstance(self.sketch, Projected) and self.sketch.sketches > 1
+
+    def errors(self, asked: Tensor, rows: Tensor) -> Tensor:
+        """(queries, k): standard errors of inner products with rows (queries, k, K)."""
+        assert isinstance(self.sketch, Projected)
+        apart = self.sketch.apart(asked[:, None].expand_as(rows), rows)
+        return apart.std(-1) / self.sketch.sketches**0.5
+
+    def exact(
+        self, batch: Any, examples: Sequence[Any], score: str, collate: Collate | None, *, tokens: bool
+    ) -> tuple[Tensor, list[Tensor] | None]:
+        """(queries, examples), from whole gradients; and the scores of tokens, (queries, t) for each example."""
+        curvature = self.curvature if score == "influence" else None
+        if score == "influence" and curvature is None:
+            raise OptionError(
+                "rerank= and tokens= compute scores from whole gradients, and this index has no curvature for them.\n"
+                '  choose score="dot" or "cosine", or build the index with curvature='
+            )
+        if self._samples is not None:
+            raise OptionError("rerank= and tokens= are for queries and examples without samples=")
+        train: DataLoader[Any] = DataLoader(list(examples), 8, collate_fn=collate or default_collate)  # type: ignore[arg-type]
+        found = influence(
+            self._model, self._loss_fn, train, iter([batch]), curvature, "cosine" if score == "cosine" else "dot",
+            params=None if curvature is not None else self._names, tokens=tokens,
+        )  # fmt: skip
+        if found.tokens is None:
+            return found.matrix, None
+        return found.matrix, [found.tokens[:, k] for k in range(len(examples))]
+
+
+def moments(shards: Sequence[Shard], info: Mapping[str, Any]) -> list[tuple[slice, Tensor]]:
+    """Σ r rᵀ / rows: of all columns, or of each parameter's where they are too many."""
+    sizes = [info["width"]] if info["width"] <= _WHOLE else list(info["columns"].values())
+    slices, first = [], 0
+    for size in sizes:
+        slices.append(slice(first, first + size))
+        first += size
+    totals = [torch.zeros(size, size, dtype=torch.float64) for size in sizes]
+    for _, stored, scales in blocks(shards):
+        rows = stored.float() * scales[:, None]
+        for total, columns in zip(totals, slices, strict=True):
+            total += (rows[:, columns].T @ rows[:, columns]).double()
+    return [(columns, total / info["rows"]) for columns, total in zip(slices, totals, strict=True)]

@@ -1,0 +1,79 @@
+"""Scores of every row of an index for some queries, in one pass over the files, at the speed of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from unsum.index.store import Shard
+
+_NEAR = 1 << 19  # numbers at a time on a processor: what has been widened is still in its cache when it is multiplied
+_FAR = 1 << 24  # and on a GPU
+_SCORES = 1 << 22  # scores that are held at a time
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The scores of rows that follow each other."""
+
+    shard: int
+    first: int  # the number of the first row in its shard
+    scores: Tensor  # (rows, queries)
+
+
+def scan(shards: Sequence[Shard], asked: Tensor, *, cosine: bool = False, whole: bool = False) -> Iterator[Scored]:
+    """Inner products of all rows with queries (q, K), which are where the products are computed; or their cosines.
+    `whole`: a shard at a time, for rows that belong together."""
+    near = asked.device.type == "cpu"
+    query = asked.float().contiguous()
+    if cosine:
+        query = query / query.norm(dim=1, keepdim=True).clamp_min(1e-30)
+    buffer = torch.empty(0, device=asked.device)
+    for shard in shards:
+        stored, scales = shard.stored()
+        most = len(stored) if whole else max(1, _SCORES // max(len(asked), 1))
+        some = max(1, (_NEAR if near else _FAR) // max(shard.width, 1))
+        if buffer.shape != (some, shard.width):
+            buffer = torch.empty(some, shard.width, device=asked.device)
+        for begin in range(0, len(stored), max(most, 1)):
+            found = torch.empty(min(most, len(stored) - begin), len(asked), device=asked.device)
+            for at in range(0, len(found), some):
+                part = stored[begin + at : begin + at + some]
+                part = part[: len(found) - at]
+                rows = buffer[: len(part)].copy_(part, non_blocking=True)
+                found[at : at + len(part)] = linear(rows, query)
+                if cosine:
+                    found[at : at + len(part)] /= rows.norm(dim=1, keepdim=True).clamp_min(1e-30)
+            if not cosine:
+                found *= scales[begin : begin + len(found), None].to(found.device)
+            yield Scored(shard.number, begin, found)
+
+
+class Best:
+    """The k highest scores of each query so far, and the numbers that they belong to; of equal ones the first."""
+
+    def __init__(self, queries: int, k: int) -> None:
+        self._k = k
+        self.scores = torch.zeros(queries, 0, dtype=torch.float32)
+        self.numbers = torch.zeros(queries, 0, dtype=torch.long)
+
+    def add(self, first: int, scores: Tensor) -> None:
+        """Scores (rows, queries) of rows from this number on."""
+        if not len(scores):
+            return
+        found, place = scores.T.topk(min(self._k, len(scores)), dim=1)
+        every = torch.cat([self.scores, found.cpu()], 1)
+        numbers = torch.cat([self.numbers, place.cpu() + first], 1)
+        order = _descending(every, numbers)[:, : self._k]
+        self.scores, self.numbers = every.gather(1, order), numbers.gather(1, order)
+
+
+def _descending(scores: Tensor, numbers: Tensor) -> Tensor:
+    """The order by score, and by number where scores are equal."""
+    by_number = numbers.argsort(dim=1)
+    by_score = scores.gather(1, by_number).argsort(dim=1, descending=True, stable=True)
+    return by_number.gather(1, by_score)

@@ -1,0 +1,94 @@
+"""The ids and texts of examples, beside the shards, as Parquet: so that hits can be read."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unsum.errors import OptionError
+from unsum.index import store
+from unsum.index.data import Part
+
+Source = Callable[[Any], Any] | str | Sequence[Any] | None
+
+
+@dataclass(frozen=True)
+class Named:
+    """The ids and texts of a batch, and where its examples stand in the shard."""
+
+    numbers: Sequence[int] | None
+    ids: list[str] | None
+    texts: list[str] | None
+
+
+def wanted(plan: Mapping[str, Any]) -> bool:
+    """Whether an index has ids or texts."""
+    return bool(plan["texts"]["ids"] or plan["texts"]["text"])
+
+
+def read(part: Part, rows: int, ids: Source, text: Source, first: int) -> Named:
+    """Those of a batch."""
+    return Named(part.numbers, _of(part, rows, ids, "ids", first), _of(part, rows, text, "text", first))
+
+
+def _of(part: Part, rows: int, source: Source, what: str, first: int) -> list[str] | None:
+    if source is None:
+        return None
+    if part.examples is None or (part.numbers is None and not callable(source) and not isinstance(source, str)):
+        found = _asked(part.batch, source, what)
+        if not isinstance(found, list | tuple) and not hasattr(found, "tolist"):
+            raise OptionError(f"{what}=: one for each example of a batch is needed, got a {type(found).__name__}")
+        found = found.tolist() if hasattr(found, "tolist") else list(found)
+    elif callable(source) or isinstance(source, str):
+        found = [_asked(example, source, what) for example in part.examples]
+    else:
+        found = [source[first + k] for k in part.numbers or ()]
+    return [str(value.item() if hasattr(value, "item") else value) for value in found]
+
+
+def _asked(example: Any, source: Any, what: str) -> Any:
+    if callable(source):
+        return source(example)
+    if not isinstance(source, str):
+        raise OptionError(f"{what}=: a list goes with data whose examples have numbers; give a function of the batch")
+    try:
+        return example[source] if isinstance(example, Mapping) else getattr(example, source)
+    except (KeyError, AttributeError):
+        raise OptionError(
+            f"{what}={source!r}: the examples have no such part; a function of an example also goes"
+        ) from None
+
+
+def write(folder: Path, number: int, named: Sequence[Named]) -> None:
+    """The ids and texts of a shard, in the order of its examples."""
+    arrow, parquet = store.needed("pyarrow"), store.needed("pyarrow.parquet")
+    numbers: list[int] = []
+    columns: dict[str, list[str]] = {"id": [], "text": []}
+    for each in named:
+        some = each.ids if each.ids is not None else each.texts or []
+        numbers += each.numbers if each.numbers is not None else range(len(numbers), len(numbers) + len(some))
+        columns["id"] += each.ids or []
+        columns["text"] += each.texts or []
+    order = sorted(range(len(numbers)), key=numbers.__getitem__)
+    table = arrow.table({name: [values[k] for k in order] for name, values in columns.items() if values})
+    sink = io.BytesIO()
+    parquet.write_table(table, sink)
+    store.put(folder, store.texts_name(number), sink.getvalue())
+
+
+def of_examples(folder: Path, shard: int, places: Sequence[int]) -> dict[str, list[str]]:
+    """{"id": …, "text": …} of some examples of a shard, as far as there are."""
+    parquet = store.needed("pyarrow.parquet")
+    table = parquet.read_table(folder / store.texts_name(shard), memory_map=True)
+    return {name: table.column(name).take(list(places)).to_pylist() for name in table.column_names}
+
+
+def is_whole(folder: Path, shard: int, examples: int) -> bool:
+    """Whether the ids and texts of a shard can be read, one for each example."""
+    try:
+        return store.needed("pyarrow.parquet").read_table(folder / store.texts_name(shard)).num_rows == examples
+    except (OSError, ValueError):
+        return False
