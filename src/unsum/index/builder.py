@@ -92,8 +92,8 @@ class Builder:
 
     def _at(self, number: int) -> store.Shard | None:
         found = store.shard_at(self.folder, number)
-        if found is not None and texts.wanted(self.plan) and not (self.folder / store.texts_name(number)).exists():
-            return None
+        if found is not None and texts.wanted(self.plan):
+            return found if texts.is_whole(self.folder, number, found.told["examples"]) else None
         return found
 
     def make(self, number: int, advance: Callable[[int, int], None]) -> bool:

@@ -23,7 +23,8 @@ from unsum.nested import children
 
 WINDOW = 1024  # examples among which those of like length are put together
 _LOOKED_AT = 8  # examples that say whether a data set is the same
-SHARDS = 64  # into which a data set is cut, unless its shards would be too large
+SHARDS = 64  # into which a data set is cut, unless its shards would be too large or too small
+_BATCHES = 16  # in a shard, at the least
 
 Collate = Callable[[list[Any]], Any]
 Length = Callable[[Any], int]
@@ -44,7 +45,8 @@ class Cut(ABC):
 
     unit: str  # what is counted
     total: int | None  # how many there are, if that is known
-    size: int = 1
+    least: int  # a shard is not cut smaller than so many, unless somebody says so
+    size: int = 1 << 62  # until the plan says it
 
     def shards(self) -> int | None:
         """How many shards; None if only the end will tell."""
@@ -101,6 +103,7 @@ class _Listed(Cut):
         self._data, self._batch_size, self._tokens, self._what = data, batch_size, tokens, what
         self._collate, self._length = collate, length
         self.total: int = len(data)
+        self.least = _BATCHES * batch_size if tokens is None else WINDOW
 
     def parts(self, shard: int) -> Iterator[Part]:
         end = min((shard + 1) * self.size, self.total)
@@ -172,6 +175,7 @@ class _Loaded(Cut):
         sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
         self._chosen: list[Any] = list(sampler)
         self.total: int = len(self._chosen)
+        self.least = _BATCHES
 
     def parts(self, shard: int) -> Iterator[Part]:
         chosen = self._chosen[shard * self.size : (shard + 1) * self.size]
@@ -228,6 +232,7 @@ class _Streamed(Cut):
         self._data, self._examples = data, examples
         self._batch_size, self._collate, self._what = batch_size, collate, what
         self.total = examples.batches()
+        self.least = _BATCHES
         self._at = 0
         self._running: Iterator[Any] | None = None  # goes on where the last shard ended
 

@@ -50,14 +50,14 @@ def make(asked: dict[str, Any], maker: Maker, cut: Cut, shard_size: int | None, 
         "columns": maker.sketch.columns,
         "width": maker.sketch.width,
         "covered": {name: maker.sketch.how(name) for name in maker.parameters},
-        "cut": {"of": cut.unit, "size": _size(cut, by_bytes, examples, shard_size, shards)},
+        "cut": {"of": cut.unit, "size": _size(cut, by_bytes, shard_size, shards)},
         "audit": audit,
         "made with": {"unsum": version(), "torch": torch.__version__, "python": sys.version.split()[0]},
     }
 
 
-def _size(cut: Cut, by_bytes: int, batch: int, size: int | None, shards: int | None) -> int:
-    """How many examples, or batches, a shard has: whole batches where examples are taken together."""
+def _size(cut: Cut, by_bytes: int, size: int | None, shards: int | None) -> int:
+    """How many examples, or batches, a shard has."""
     if size is not None:
         return size
     total = cut.total
@@ -65,9 +65,8 @@ def _size(cut: Cut, by_bytes: int, batch: int, size: int | None, shards: int | N
         if total is None:
             raise OptionError("build(shards=...): the data does not say how long it is; give shard_size= instead")
         return max(1, -(-total // shards))
-    step = batch if cut.unit == "examples" else 1
-    most = by_bytes if total is None else min(by_bytes, -(-total // SHARDS))
-    return max(step, -(-most // step) * step)
+    wanted = by_bytes if total is None else -(-total // SHARDS)
+    return max(1, min(by_bytes, -(-max(wanted, cut.least) // cut.least) * cut.least))
 
 
 def refuse_other(folder: Path, known: Mapping[str, Any], asked: Mapping[str, Any], size: int | None) -> None:

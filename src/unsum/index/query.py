@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from unsum.check import LossFunction
 from unsum.choice import exactly
 from unsum.curvature.vectors import is_number
 from unsum.errors import OptionError, SamplesError, UnsupportedError
-from unsum.examples import SamplesOfBatch
+from unsum.examples import SamplesOfBatch, collated
 from unsum.fingerprint import changed
 from unsum.index.alike import blocks
 from unsum.index.data import Collate
@@ -26,6 +26,7 @@ from unsum.influence import influence
 
 _WHOLE = 8192  # columns, up to which rows' second moment is one matrix
 DAMPING = 0.1  # of the mean eigenvalue
+_EXACT = 8  # examples that go through the model together in the second stage
 
 
 class Asker:
@@ -96,7 +97,8 @@ class Asker:
             )
         if self._samples is not None:
             raise OptionError("rerank= and tokens= are for queries and examples without samples=")
-        train: DataLoader[Any] = DataLoader(list(examples), 8, collate_fn=collate or default_collate)  # type: ignore[arg-type]
+        made = lambda some: collated(some, collate, "query")
+        train: DataLoader[Any] = DataLoader(list(examples), _EXACT, collate_fn=made)  # type: ignore[arg-type]
         found = influence(
             self._model, self._loss_fn, train, iter([batch]), curvature, "cosine" if score == "cosine" else "dot",
             params=None if curvature is not None else self._names, tokens=tokens,
