@@ -118,3 +118,19 @@ def test_a_backward_after_the_block_is_told():
     with watch, torch.no_grad():
         model(torch.ones(2, 3))
     assert watch.last is None
+
+
+@pytest.mark.parametrize("first", ["the same rows", "a last layer of zeros"])
+def test_an_answer_that_says_nothing_is_asked_again(first):
+    model = nn.Sequential(Detached(), nn.Linear(4, 2))
+    batch = rows()
+    if first == "the same rows":
+        batch = (batch[0][:1].expand(5, 4).contiguous(),)
+    else:
+        with torch.no_grad():
+            model[1].weight.zero_()
+    step(model, squares, batch)
+    with torch.no_grad():
+        model[1].weight.normal_()
+    with pytest.raises(InteractionError):
+        step(model, squares, rows())

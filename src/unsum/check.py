@@ -167,7 +167,7 @@ def _mixing(model: nn.Module, loss_fn: LossFunction, batch: Any, losses: Tensor,
         return losses_by_sample(loss_fn, without_hooks(model), *args)
 
     try:
-        found = mixing(run, (batch,), {}, losses, Dim(0).owners, n)
+        found, _ = mixing(run, (batch,), {}, losses, Dim(0).owners, n)
     except UnsupportedError:
         found = {}
     for told in found.values():

@@ -31,13 +31,15 @@ class CannotBeAsked(UnsupportedError):
     """The model cannot be run again, so whether samples interact is not known."""
 
 
-def mixing(run: Run, args: Any, kwargs: Any, output: Any, owners_of: OwnersOf, n: int) -> dict[Path, str]:
-    """Which outputs of a call depend on other samples than their own, in words. Raises if that cannot be asked."""
+def mixing(run: Run, args: Any, kwargs: Any, output: Any, owners_of: OwnersOf, n: int) -> tuple[dict[Path, str], bool]:
+    """Which outputs of a call depend on other samples than their own, in words; and whether any output of samples has
+    changed at all: if none has (samples that are all the same, a last layer of zeros), the answer says nothing about
+    another call. Raises if it cannot be asked."""
     given = (args, kwargs)
     _refuse_what_cannot_be_given_again(given)
     inputs = {path: (t, layout) for path, t in leaves(given) if (layout := owners_of(tuple(t.shape), n)) is not None}
     if n < 2:
-        return {}
+        return {}, False
     if not inputs:
         raise _cannot("none of its arguments has the samples")
     before = _outputs(run, given, {})
@@ -45,6 +47,7 @@ def mixing(run: Run, args: Any, kwargs: Any, output: Any, owners_of: OwnersOf, n
     if before.keys() != first.keys() or any(bool(_differs(first[path], t).any()) for path, t in before.items()):
         raise _cannot("a second run gives something else: it draws random numbers, or keeps a state")
     found: dict[Path, str] = {}
+    has_changed = False
     for bit in range((n - 1).bit_length()):
         changed: list[dict[Path, Tensor]] = []
         for value in (0, 1):
@@ -56,6 +59,7 @@ def mixing(run: Run, args: Any, kwargs: Any, output: Any, owners_of: OwnersOf, n
             layout = owners_of(tuple(tensor.shape), n)
             if layout is None or path in found or path not in changed[0] or path not in changed[1]:
                 continue
+            has_changed = has_changed or any(bool(each[path].any()) for each in changed)
             own = layout.owner(tensor.device)
             for value in (0, 1):
                 # What changes when other samples are replaced is not this sample's alone.
@@ -63,7 +67,7 @@ def mixing(run: Run, args: Any, kwargs: Any, output: Any, owners_of: OwnersOf, n
                 if bool(wrong.any()):
                     found[path] = f"sample {int(own[wrong][0])} of output{format_path(path)} changes with other samples"
                     break
-    return found
+    return found, has_changed
 
 
 def _cannot(why: str) -> CannotBeAsked:

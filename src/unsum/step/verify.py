@@ -26,6 +26,7 @@ class Verification:
         self._call: tuple[nn.Module, Any, Any, State] | None = None  # the one under way, and the state before it
         self._asked: dict[Number, str | None] = {}  # outputs: how they mix samples, in words, if they do
         self.is_running = False  # whether the model is being run for its own sake
+        self.has_told = False  # whether its outputs changed with its inputs, so that the answer holds for other calls
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """An outermost call begins."""
@@ -52,9 +53,10 @@ class Verification:
         self.is_running = True
         try:
             with whole(self._model):  # FSDP's hooks, which gather parameters, are not called either
-                found = mixing(run, args, kwargs, output, self._owners_of, n)
+                found, has_changed = mixing(run, args, kwargs, output, self._owners_of, n)
         finally:
             self.is_running = False
+        self.has_told |= has_changed
         for path, tensor in leaves(output):
             if tensor.grad_fn is not None:
                 self._asked[number(tensor.grad_fn, tensor.output_nr)] = found.get(path)

@@ -126,7 +126,7 @@ class ClipBlock(GradientsBlock):
         super().after_backward(failed=failed)
         if failed or not isinstance(step, Step):
             return
-        if self._asks and step.n > 1:
+        if self._asks and self._forward.verification is not None and self._forward.verification.has_told:
             _verified.setdefault(self._model, set()).add(self._mode)
         self._deliver(step)
 
