@@ -24,7 +24,7 @@ from unsum.opened import Opened
 from unsum.reducers import WeightedSum
 from unsum.sites import Names
 from unsum.step.backward import Options, Step
-from unsum.training.gradient import add_to_grad, add_to_parts, average_over_ranks
+from unsum.training.gradient import add_to_grad, add_to_parts, average_over_ranks, refuse_unclipped
 
 How = Literal["flat", "layer", "automatic"]
 STABILITY = 0.01  # added to the norm by how="automatic"
@@ -111,6 +111,8 @@ class ClipBlock(GradientsBlock):
             raise self._cannot_be_asked(error) from None
 
     def before_backward(self, call: seams.Backward) -> Sequence[Tensor] | None:
+        if not self._under_way:
+            refuse_unclipped(self.name, call, self._given, has_parts=bool(self._names.parts))
         try:
             return super().before_backward(call)
         except CannotBeAsked as error:
