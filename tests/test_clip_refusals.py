@@ -6,7 +6,7 @@ from reference import per_sample_gradients
 from torch import nn
 
 import unsum
-from unsum.errors import UnsupportedError
+from unsum.errors import SamplesError, UnsupportedError
 
 
 def net():
@@ -61,3 +61,13 @@ def test_gradients_of_inputs_are_no_obstacle():
     assert len(clipped.norms) == len(x)
     for name, expected in clipped_sum(model, moved, 0.5).items():
         torch.testing.assert_close(model.get_parameter(name).grad, expected)
+
+
+def test_a_scaler_that_is_switched_off_skips_no_step():
+    model, x = net(), rows()
+    x[2] = torch.nan
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    with pytest.raises(SamplesError, match="sample 2 of this backward is not finite"):
+        with unsum.clip_per_sample(model, scaler=scaler):
+            scaler.scale(squares(model, x)).backward()
+    assert all(p.grad is None for p in model.parameters())

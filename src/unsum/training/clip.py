@@ -135,7 +135,7 @@ class ClipBlock(GradientsBlock):
     def _deliver(self, step: Step) -> None:
         """Add the clipped sums of one backward, and what belongs to no sample."""
         norms = self.reducer.last_norms()
-        is_scaled = self._options.scaler is not None  # whose step is skipped then
+        is_scaled = step.reducing.unscale is not None  # by a scaler that skips the step then
         if norms is not None and not is_scaled and not bool(norms.isfinite().all()):
             row = int((~norms.isfinite()).int().argmax())
             self._take_back(step.reducing, step.planned)
