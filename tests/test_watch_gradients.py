@@ -10,6 +10,7 @@ from reference import per_sample_gradients
 from torch import Tensor, nn
 
 import unsum
+from one_by_one import norms_of
 from test_watch import noise_scale
 
 
@@ -215,3 +216,20 @@ def test_a_value_that_is_not_finite_in_a_forward_before_the_backward_of_another(
         where = watch.last.nonfinite
         assert (where.site, where.sample, where.microbatch) == ("0:output", 6, 1)
         assert watch.last.norms.isnan().nonzero().flatten().tolist() == [6]
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["the same graph", "another"])
+def test_what_autograd_returns_is_no_part_of_the_step(same: bool) -> None:
+    model = net()
+    watch = unsum.watch(model)
+    for _ in range(4):
+        model.zero_grad()
+        x = rows(6)
+        with watch:
+            known = loss(model, x)
+            (grad,) = torch.autograd.grad(known, model[0].weight, retain_graph=True)  # to weigh one loss by another
+            (known if same else loss(model, x)).backward()
+        each = per_sample_gradients(model, loss, x)
+        torch.testing.assert_close(watch.last.norms, norms_of(each), rtol=1e-3, atol=0)
+        assert watch.last.noise_scale == pytest.approx(noise_scale(each), rel=1e-3)
+        torch.testing.assert_close(grad, model[0].weight.grad)

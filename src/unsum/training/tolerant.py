@@ -14,7 +14,8 @@ from unsum.step.backward import Options
 
 
 class Tolerant(GradientsBlock):
-    """A `gradients` block that tells of each backward, and that may let a backward go on which it refuses."""
+    """A `gradients` block that tells of each backward, and that may let a backward go on which it refuses. What
+    `torch.autograd.grad` returns is no part of `.grad`, and is passed over."""
 
     def __init__(
         self,
@@ -65,8 +66,10 @@ class Tolerant(GradientsBlock):
     def before_backward(self, call: seams.Backward) -> Sequence[Tensor] | None:
         if not self._under_way:
             self._call = call
-            self._begins()
-        if self.refused is not None:
+            if call.accumulates:
+                self._begins()
+        is_returned = not self._under_way and not call.accumulates  # torch.autograd.grad: no part of the step's .grad
+        if self.refused is not None or is_returned:
             self._under_way.append((call.accumulates, None))
             return None
         try:
