@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import trainer_runs as runs
 import unsum
@@ -55,6 +57,61 @@ def test_the_trainer_with_adapters(dora: bool, bf16: bool, tmp_path: Any) -> Non
 def test_the_trainer_compiled(tmp_path: Any) -> None:
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     same_records(runs.with_trainer(runs.llama(), tmp_path, watch={}, **options), runs.trainers_truth)
+
+
+class Unhanded(runs.transformers.Trainer):
+    """Does not hand the number of tokens to the model, which averages over each micro-batch then."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        return super().compute_loss(model, inputs, return_outputs=return_outputs)
+
+
+class Dividing(Unhanded):
+    loss_is_scaled_for_ga = False
+
+
+class Derived(runs.transformers.LlamaForCausalLM):
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
+
+
+class Silent(torch.nn.Module):
+    """Accepts no number of tokens, and returns no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = runs.llama()
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, **kept: Any) -> Any:
+        return self.inside(input_ids=input_ids, attention_mask=attention_mask, **kept)
+
+    accepts_loss_kwargs = False
+
+
+def by_all_tokens(output: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    loss = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    return loss / num_items_in_batch
+
+
+@pytest.mark.parametrize("trainer", [Unhanded, Dividing])
+def test_a_trainer_with_a_loss_of_its_own(trainer: Any, tmp_path: Any) -> None:
+    run = runs.with_trainer(runs.llama(), tmp_path, watch={}, trainer=trainer, gradient_accumulation_steps=2)
+    for step, record in enumerate(run.watch.history):
+        counts = [(b["labels"][:, 1:] != -100).sum().expand(len(b["labels"])) for b in run.batches[step]]
+        truth = norms_of(runs.trainers_truth(run, step)) / torch.cat(counts)  # what the model averages over stays
+        torch.testing.assert_close(record.norms, truth, rtol=1e-3, atol=0)
+
+
+def test_a_model_whose_parent_computes_the_loss(tmp_path: Any) -> None:
+    run = runs.with_trainer(Derived(runs.llama().config), tmp_path, watch={}, gradient_accumulation_steps=2)
+    same_records(run, runs.trainers_truth)
+
+
+@pytest.mark.parametrize("make", [runs.llama, Silent])
+def test_a_trainer_with_a_loss_function(make: Any, tmp_path: Any) -> None:
+    trainer = functools.partial(runs.transformers.Trainer, compute_loss_func=by_all_tokens)
+    options = {"gradient_accumulation_steps": 2, "remove_unused_columns": False}
+    same_records(runs.with_trainer(make(), tmp_path, watch={}, trainer=trainer, **options), runs.trainers_truth)
 
 
 def test_the_trainers_options(tmp_path: Any) -> None:

@@ -97,15 +97,17 @@ class Kept(transformers.TrainerCallback):
         self.run.batches.append([])
 
 
-def with_trainer(model: nn.Module, folder: Any, *, watch: dict[str, Any] | None, **options: Any) -> Run:
-    """Three steps of the Trainer; `watch` has the callback's options, None is without."""
+def with_trainer(
+    model: nn.Module, folder: Any, *, watch: dict[str, Any] | None, trainer: Any = None, **options: Any
+) -> Run:
+    """Three steps of the Trainer, or of another; `watch` has the callback's options, None is without."""
     run = Run(model)
     callback = None if watch is None else unsum.integrations.transformers.Watch(**watch)
     given = {"use_cpu": True, "per_device_train_batch_size": 2, "max_steps": STEPS, "learning_rate": 1e-2} | options
     arguments = transformers.TrainingArguments(
         str(folder), report_to=[], disable_tqdm=True, save_strategy="no", logging_steps=1, **given
     )
-    run.trainer = transformers.Trainer(
+    run.trainer = (trainer or transformers.Trainer)(
         model, arguments, train_dataset=texts(), data_collator=padded,
         callbacks=[Kept(run), *([] if callback is None else [callback])],
     )  # fmt: skip

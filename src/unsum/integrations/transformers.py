@@ -14,7 +14,7 @@ from unsum import training
 from unsum.errors import OptionError
 
 try:
-    from transformers import TrainerCallback
+    from transformers import Trainer, TrainerCallback
 except ImportError as error:
     raise ImportError("unsum.integrations.transformers needs transformers: pip install transformers") from error
 
@@ -48,10 +48,13 @@ class Watch(TrainerCallback):
         self._options = options
         self.watch: training.Watch | None = None
         self._logged: int | None = None  # the last step whose record has joined the logs
+        self._reads: Any = None  # what the model divides by, among the arguments of its call
         training.watch(nn.Linear(1, 1), **options)  # a wrong option shows here
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Training begins."""
+        if self.watch is not None:
+            self.watch.close()  # of a run that was broken off
         options, self._logged = dict(self._options), None
         if args.torch_compile:
             options["layers"] = False  # a compiled model shows no layers
@@ -61,7 +64,7 @@ class Watch(TrainerCallback):
             self.watch.follow(optimizer)
         division = self.watch.division
         ranks = 1
-        division.reads = _number_of_items if _divides(model) else _one_where_handed
+        self._reads = division.reads = _number_of_items if _divides(model) else _one_where_handed
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.watch.group = torch.distributed.group.WORLD
             ranks = torch.distributed.get_world_size() if args.average_tokens_across_devices else 1
@@ -76,7 +79,25 @@ class Watch(TrainerCallback):
         self.watch.close()  # of a step that was broken off
         division = self.watch.division
         division.scaler = getattr(kwargs.get("optimizer"), "scaler", division.scaler)
+        self._ask_trainer(inspect.currentframe())
         self.watch.open(state.global_step)
+
+    def _ask_trainer(self, frame: FrameType | None) -> None:
+        """What this step's losses are divided by, beside the model's own way: the Trainer and the number of items are
+        variables of the loop that has called us."""
+        while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
+            frame = frame.f_back
+        if frame is None or self.watch is None or "num_items_in_batch" not in frame.f_locals:
+            return
+        trainer, number = frame.f_locals["self"], frame.f_locals["num_items_in_batch"]
+        is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+        if is_scaled is None:  # as `training_step` decides, whatever a `compute_loss` of the user's own does
+            is_scaled = trainer.compute_loss_func is not None or (
+                trainer.model_accepts_loss_kwargs and number is not None
+            )
+        self.watch.division.by_micro_batches = not is_scaled
+        divides = trainer.compute_loss_func is not None  # which is given the number, whatever the model is handed
+        self.watch.division.reads = (lambda _: number) if divides and number is not None else self._reads
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """All micro-batches of a step had their backward."""
@@ -109,9 +130,13 @@ def _divides(model: Any) -> bool:
     """Whether a model that is handed `num_items_in_batch` divides its loss by it: through transformers' own loss
     functions. Others average over each micro-batch."""
     try:
-        return "loss_function" in inspect.getsource(type(_inside(model)).forward)
+        for kind in type(_inside(model)).__mro__:
+            source = inspect.getsource(vars(kind)["forward"]) if "forward" in vars(kind) else "super()"
+            if "loss_function" in source or "super()" not in source:  # else the class above it computes the loss
+                return "loss_function" in source
     except (OSError, TypeError):
-        return True
+        pass
+    return True
 
 
 def _number_of_items(kwargs: Mapping[str, Any]) -> Any:
