@@ -43,6 +43,18 @@ def test_hooks_on_parameters_are_refused_since_they_see_what_is_not_clipped(kind
         squares(model, rows()).backward()
 
 
+@pytest.mark.parametrize("is_outer", [False, True])
+def test_edits_of_parameters_gradients_are_refused(is_outer):
+    model, x = net(), rows()
+    blocks = [unsum.clip_per_sample(model), unsum.edit(model, {"0.weight:grad": unsum.scale(10.0)})]
+    first, second = reversed(blocks) if is_outer else blocks
+    with pytest.raises(UnsupportedError, match=r"0.weight: an edit"), first, second:
+        squares(model, x).backward()
+    assert all(p.grad is None for p in model.parameters())
+    with blocks[1], unsum.clip_per_sample(model, params="2.*"):  # of another parameter
+        squares(model, x).backward()
+
+
 def test_gradients_that_autograd_returns_are_not_clipped_and_are_refused():
     model, x = net(), rows()
     with unsum.clip_per_sample(model):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from unsum import seams
 from unsum.choice import Chosen
 from unsum.errors import UnsupportedError
+from unsum.flow.flow import Flow
 from unsum.seams.sharding import part_of
 from unsum.seams.tensors import have_foreign_hooks
 from unsum.step.deliver import accumulate
@@ -17,7 +18,7 @@ from unsum.step.deliver import accumulate
 
 def refuse_unclipped(name: str, call: seams.Backward, chosen: Chosen, *, has_parts: bool) -> None:
     """Raise where a backward would hand gradients of these parameters to somebody before they are clipped: to who calls
-    `torch.autograd.grad`, or to hooks, whose results would be lost, too."""
+    `torch.autograd.grad`, or to hooks and edits, whose results would be lost, too."""
     if not call.accumulates:
         names = [chosen.by_id[id(given)] for given in call.inputs if id(given) in chosen.by_id]
         if names:
@@ -25,12 +26,20 @@ def refuse_unclipped(name: str, call: seams.Backward, chosen: Chosen, *, has_par
                 f"{name}: torch.autograd.grad of {', '.join(names[:4])} returns gradients that are not clipped.\n  "
                 "call backward, which puts clipped ones into .grad; gradients of inputs are no obstacle"
             )
-    elif not has_parts and have_foreign_hooks(list(chosen.unique.values())):
+        return
+    hooked: list[str] = []
+    if not has_parts and have_foreign_hooks(list(chosen.unique.values())):
         hooked = [chosen.by_id[key] for key, p in chosen.unique.items() if have_foreign_hooks([p])]
-        raise UnsupportedError(
-            f"{name}: {', '.join(hooked[:4])}: hooks on a parameter see its gradient before it is clipped, and what "
-            "they return would be lost.\n  remove them, and change .grad after the block"
-        )
+    flows = [block for block in seams.here() if isinstance(block, Flow) and block.receiver.edits]
+    edited = [
+        chosen.by_id[id(at.thing)] for flow in flows for at in flow.requests.wants if id(at.thing) in chosen.by_id
+    ]
+    for what, names in (("hooks on a parameter see its gradient", hooked), ("an edit of its gradient sees it", edited)):
+        if names:
+            raise UnsupportedError(
+                f"{name}: {', '.join(names[:4])}: {what} before it is clipped, and what comes of it would be lost.\n  "
+                "do it to .grad, after the block"
+            )
 
 
 def add_to_grad(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
