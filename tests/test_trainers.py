@@ -75,6 +75,17 @@ class Derived(runs.transformers.LlamaForCausalLM):
         return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
 
 
+class Wrapped(torch.nn.Module):
+    """Hands everything to a model inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = runs.llama()
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **rest: Any) -> Any:
+        return self.inside(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **rest)
+
+
 class Silent(torch.nn.Module):
     """Accepts no number of tokens, and returns no loss."""
 
@@ -102,8 +113,13 @@ def test_a_trainer_with_a_loss_of_its_own(trainer: Any, tmp_path: Any) -> None:
         torch.testing.assert_close(record.norms, truth, rtol=1e-3, atol=0)
 
 
-def test_a_model_whose_parent_computes_the_loss(tmp_path: Any) -> None:
-    run = runs.with_trainer(Derived(runs.llama().config), tmp_path, watch={}, gradient_accumulation_steps=2)
+def derived() -> torch.nn.Module:
+    return Derived(runs.llama().config)
+
+
+@pytest.mark.parametrize("make", [derived, Wrapped])
+def test_a_model_whose_parent_or_part_computes_the_loss(make: Any, tmp_path: Any) -> None:
+    run = runs.with_trainer(make(), tmp_path, watch={}, gradient_accumulation_steps=2)
     same_records(run, runs.trainers_truth)
 
 

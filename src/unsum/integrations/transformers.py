@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from types import FrameType
 from typing import Any
@@ -133,10 +134,22 @@ def _divides(model: Any) -> bool:
         for kind in type(_inside(model)).__mro__:
             source = inspect.getsource(vars(kind)["forward"]) if "forward" in vars(kind) else "super()"
             if "loss_function" in source or "super()" not in source:  # else the class above it computes the loss
-                return "loss_function" in source
+                return "loss_function" in source or _hands_on(_inside(model), source)
     except (OSError, TypeError):
         pass
     return True
+
+
+def _hands_on(model: nn.Module, source: str) -> bool:
+    """Whether a forward hands labels, and all arguments that it does not name, to a part that divides."""
+    named = inspect.signature(type(model).forward).parameters.values()
+    rest = "".join(f"**{each.name}" for each in named if each.kind is each.VAR_KEYWORD)
+    hidden = "labels" not in [each.name for each in named]  # among the rest
+    for name, part in model.named_children():
+        for given in re.findall(rf"self\.{re.escape(name)}\(([^()]*)\)", source):
+            if rest and rest in given and (hidden or "labels" in given) and _divides(part):
+                return True
+    return False
 
 
 def _number_of_items(kwargs: Mapping[str, Any]) -> Any:
