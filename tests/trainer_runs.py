@@ -209,7 +209,7 @@ def with_accelerate(*, watched: bool, lr: float = 0.1, **options: Any) -> Run:
     )
     if watched:
         run.watch = watch = unsum.watch(model, loss_reduction="mean", scaler=accelerator.scaler)
-        watch.division.by_micro_batches = True
+        watch.division.by_micro_batches = accelerator.gradient_accumulation_steps
     for batch in loader:
         if accelerator.sync_gradients:  # the step before is over
             run.models.append(_plain(run.model))
