@@ -63,6 +63,13 @@ def test_a_tied_weight_is_found_under_any_of_its_names():
     torch.testing.assert_close(g.dot(renamed), g.dot(rows))
 
 
+def test_a_tied_weight_under_both_of_its_names_does_not_count_twice():
+    model, loss_fn, batches = ALL["tied"]()
+    g = gathered(model, loss_fn, batches[0])
+    with pytest.raises(UnsumError, match=r"tokens\.weight and head\.weight are one parameter"):
+        g.dot(model.state_dict())
+
+
 def test_vectors_that_do_not_fit():
     model, batch = mlp(), (numbers(0, 5, 4), numbers(1, 5, 3))
     g, rows = gathered(model, squared, batch), random_rows(model, 2)

@@ -269,8 +269,16 @@ class Gradients:
         if not other:
             raise OptionError("dot got an empty dictionary: give {parameter: tensor} or {parameter: (m, *shape)}")
         parts: list[Tensor] = []
+        given: dict[str, str] = {}  # by the name under which tied ones are listed
         for name, value in other.items():
-            found = self[name].dot(value).real.double()
+            factors = self[name]
+            if factors.name in given:
+                raise OptionError(
+                    f"dot: {given[factors.name]} and {name} are one parameter (tied), which would count twice; give it "
+                    "once"
+                )
+            given[factors.name] = name
+            found = factors.dot(value).real.double()
             if parts and found.shape != parts[0].shape:
                 raise SamplesError(
                     f"dot: {name} has shape {tuple(value.shape)}, which is not as many tensors as the others have; "
