@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import (
     BatchSampler,
@@ -268,6 +269,28 @@ def test_scores_of_tokens_add_up_to_those_of_examples():
         close(found.tokens[..., i].double(), scores(q, per_sample(model, classified, [batch])))
     cosines = scored(model, classified, [train], [query], tokens=True, score="cosine")
     close(cosines.tokens.sum(2).double(), cosines.matrix.double())
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_scores_of_tokens_where_a_parameter_is_a_single_number(width):
+    """It meets every number of its input: of one number at each position the share is known, of more it is left out."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.scale = nn.Linear(4, width), nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, x):
+            return self.layer(x) * self.scale
+
+    model, loss = made(Scaled), lambda model, batch: model(batch[0]).tanh().sum((1, 2))
+    found = scored(model, loss, [(numbers(0, 4, 5, 4),)], [(numbers(2, 2, 5, 4),)], tokens=True)
+    q = per_sample(model, loss, [(numbers(2, 2, 5, 4),)])
+    assert found.left_out == (() if width == 1 else ("scale",))
+    for i in range(5):
+        t = per_sample(model, loss, [(numbers(0, 4, 5, 4)[:, i : i + 1],)])
+        parts = [{name: each[name] for name in each if name not in found.left_out} for each in (q, t)]
+        close(found.tokens[..., i].double(), scores(*parts))
 
 
 def test_influence_leaves_the_model_as_it_was():

@@ -101,7 +101,7 @@ def token_dots(part: Term, other: Tensor) -> Tensor | None:
     if isinstance(part, Outer) and part.groups == 1:
         return part.token_dots(other)
     each = part.tokens()
-    return None if each is None else each.flatten(2) @ rows(other).conj().T
+    return None if each is None else each.unsqueeze(-1).flatten(2) @ rows(other).conj().T
 
 
 def token_projected(part: Term, matrices: tuple[Tensor, Tensor] | None) -> Tensor | None:
