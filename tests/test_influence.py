@@ -293,6 +293,14 @@ def test_scores_of_tokens_where_a_parameter_is_a_single_number(width):
         close(found.tokens[..., i].double(), scores(*parts))
 
 
+def test_cosines_with_a_curvature_are_of_the_solved_query_and_the_example():
+    model, loss_fn, train, query = data_of("mlp")
+    q, t = gradients_of(model, loss_fn, train, query)
+    c = fitted(model, loss_fn, train, "ekfac")
+    wanted = F.normalize(flat(c.solve(q)), dim=1) @ F.normalize(flat(t), dim=1).T
+    close(scored(model, loss_fn, train, query, score="cosine", curvature=c).matrix.double(), wanted)
+
+
 def test_influence_leaves_the_model_as_it_was():
     model, loss_fn, train, query = data_of("layer norm and scale")
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()

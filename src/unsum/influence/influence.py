@@ -61,6 +61,7 @@ def influence(
         curvature: None; what `unsum.curvature.fit` gives; or what `unsum.curvature.ggn` gives (solved by conjugate
             gradients, the most exact and the slowest).
         score: "dot", or "cosine": divided by the norms of both, which takes away that long gradients win everywhere.
+            With a curvature, both are P ∇L(q) and ∇L(z), so that an example is no perfect match of itself.
         damping: Of the curvature: a number, {block: number}, or None for its default.
         precondition: What `fit` gives, for the conjugate gradients of `ggn`.
         tokens: True also gives a score for every position of every example.
