@@ -194,6 +194,28 @@ def test_the_default_damping_is_the_trace_over_the_smaller_of_parameters_and_out
     same(found, solved(matrix, rows, model, damping), 1e-3)
 
 
+def test_a_complex_number_is_two_parameters():
+    class Complex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.complex128))
+
+        def forward(self, x):
+            return (x.to(torch.complex128) @ self.weight).abs()
+
+    class Parts(nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.real, self.imag = (nn.Parameter(part.detach().clone()) for part in (weight.real, weight.imag))
+
+        def forward(self, x):
+            return ((x @ self.real).square() + (x @ self.imag).square()).sqrt()
+
+    torch.manual_seed(0)
+    model, batches = Complex(), [(numbers(0, 40, 4),)]
+    assert exact(model, batches).damping == pytest.approx(exact(Parts(model.weight), batches).damping)
+
+
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 

@@ -65,7 +65,7 @@ class GaussNewton:
         return self._parameters
 
     def __repr__(self) -> str:
-        size = sum(p.numel() for p in self._parameters.values())
+        size = sum(p.numel() * (2 if p.is_complex() else 1) for p in self._parameters.values())
         return f"Gauss–Newton matrix of {size:,} parameters ({self._likelihood.name}, {self.n} samples)"
 
     def matvec(self, v: Any) -> dict[str, Tensor]:
@@ -116,7 +116,7 @@ class GaussNewton:
     @property
     def damping(self) -> float:
         """The default: the trace over the number of eigenvalues that may not be zero, min(parameters, outputs)."""
-        size = sum(p.numel() for p in self._parameters.values())
+        size = sum(p.numel() * (2 if p.is_complex() else 1) for p in self._parameters.values())
         return self.trace / max(min(size, self._outputs), 1)
 
     @property
