@@ -224,3 +224,19 @@ def test_an_exact_curvature_needs_a_likelihood():
     with pytest.raises((UnsumError, TypeError)):
         unsum.curvature.ggn(mlp(), Batches(batch_of()), "categorical").matvec(random_rows(mlp(), 1))
     assert unsum.curvature.categorical(forward) is not None
+
+
+# ---- masks and batches ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", ["categorical", "gaussian"])
+def test_a_mask_that_has_weights_is_refused(make):
+    """A fit would square them, and the exact matrix would not."""
+    data = Batches((numbers(0, 6, 5, 4), torch.full((6, 5), 0.5)))
+    likelihood = getattr(unsum.curvature, make)(forward, mask=lambda batch: batch[1])
+    with pytest.raises(UnsumError, match="mask.*True or False"):
+        unsum.curvature.fit(mlp(), None, data, likelihood=likelihood)
+    with pytest.raises(UnsumError, match="mask.*True or False"):
+        unsum.curvature.ggn(mlp(), data, likelihood).matvec(random_rows(mlp(), 1))
+    ones = getattr(unsum.curvature, make)(forward, mask=lambda batch: (2 * batch[1]).long())
+    unsum.curvature.fit(mlp(), None, data, likelihood=ones)

@@ -57,6 +57,11 @@ class Likelihood(ABC):
                 f"{self.name}: mask(batch) has shape {tuple(getattr(mask, 'shape', ()))}, the places of the outputs "
                 f"are {tuple(outputs.shape[:-1])}"
             )
+        if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
+            raise OptionError(
+                f"{self.name}: mask(batch) says which places count, True or False (1 or 0); it has other numbers.\n"
+                "  weights of places: unsum.curvature.convex(forward, loss) for ggn, or likelihood=None for fit"
+            )
         return mask.to(outputs.device, outputs.dtype)
 
     def refuse_not_finite(self, outputs: Tensor, first: int) -> None:
