@@ -240,3 +240,17 @@ def test_a_mask_that_has_weights_is_refused(make):
         unsum.curvature.ggn(mlp(), data, likelihood).matvec(random_rows(mlp(), 1))
     ones = getattr(unsum.curvature, make)(forward, mask=lambda batch: (2 * batch[1]).long())
     unsum.curvature.fit(mlp(), None, data, likelihood=ones)
+
+
+def test_one_sample_of_a_recurrent_layer_after_batches_of_more():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.GRU(4, 3, batch_first=True), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.head(self.rnn(x)[0][:, -1])
+
+    batches = [(numbers(0, n, 5, 4), ids(1, n, high=3)) for n in (3, 1)]
+    with pytest.raises(UnsumError, match="weight_hh_l0.*\n.*one sample: give batches of two or more"):
+        run_fit(made(Recurrent), classified, Batches(*batches))

@@ -83,7 +83,7 @@ class Sums:
         self._weights = {bias: weight for weight, bias in biases.items()}
         self._kind, self._setting, self._max_side = kind, setting, max_side
         self.parameters: dict[str, ParameterSums] = {}
-        self.n = 0
+        self.n = self._now = 0  # samples: of all backwards, of this one
         self.off: dict[
             tuple[str, Side], Tensor | float
         ] = {}  # of weights' sides: how far Σ δ is from the bias's gradient
@@ -98,7 +98,16 @@ class Sums:
     def begin(self, n: int, again: bool) -> None:
         """A backward begins."""
         self.n += n
+        self._now = n
         self._met, self._shifts, self._small, self.finite = {}, {}, {}, None
+
+    @property
+    def _way_out(self) -> str:
+        """Of a single sample, the state in which a recurrent layer begins looks like a constant of the model."""
+        other = "fit with kind='diagonal', or leave it out (params=)"
+        if self._now > 1:
+            return other
+        return f"this batch is of one sample: give batches of two or more (another batch_size, drop_last), {other}"
 
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
@@ -115,8 +124,7 @@ class Sums:
             self._take_squares(name, factors)
         elif found is None or found[0].matrix != known.matrix:
             raise UnsupportedError(
-                f"{name}: its gradients were outer products in an earlier batch and are none now.\n"
-                "  fit with kind='diagonal', or leave it out (params=)"
+                f"{name}: its gradients were outer products in an earlier batch and are none now.\n  " + self._way_out
             )
         else:
             for piece in found:
