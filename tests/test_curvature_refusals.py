@@ -205,6 +205,35 @@ def test_a_model_whose_parameters_changed_since_the_fit(kind, tmp_path):
         model[2].weight[0, 0] -= 1e-3
 
 
+@pytest.mark.parametrize("how", ["frozen", "not chosen"])
+@pytest.mark.parametrize("kind", ["kfac", "ekfac", "diagonal", "ggn"])
+def test_a_model_whose_other_parameters_changed_since_the_fit(kind, how, tmp_path):
+    """The gradients of those that are fitted depend on them."""
+    model, batch = mlp(), batch_of()
+    model[0].requires_grad_(how == "not chosen")
+    if kind == "ggn":
+        known = [unsum.curvature.ggn(model, Batches(batch), unsum.curvature.categorical(forward), params="2.*")]
+    else:
+        c = fitted(model, classified, [batch], kind, params="2.*")
+        c.save(tmp_path / "c")
+        known = [c, unsum.curvature.load(tmp_path / "c")]
+    for each in known:
+        run_influence(model, classified, Batches(batch), curvature=each)
+    with unsum.gradients(model, params="2.*") as g:
+        classified(model, batch).sum().backward()
+    known[0].solve(g)
+    with torch.no_grad():
+        model[0].weight[0, 0] += 1e-3
+    for each in known:
+        with pytest.raises(UnsumError, match="changed"):
+            run_influence(model, classified, Batches(batch), curvature=each)
+        with pytest.raises(UnsumError, match="changed"):
+            each.solve(g)
+    if kind in ("kfac", "diagonal"):
+        with pytest.raises(UnsumError, match="other parameters"):
+            c.merge(fitted(model, classified, [batch], kind, params="2.*"))
+
+
 def test_a_curvature_of_another_model():
     c = fitted(*LAYERED["convolution"]())
     with pytest.raises(UnsumError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -33,6 +33,17 @@ def fingerprint(parameter: Tensor) -> str:
         total += int((part.to(torch.int64) * _weights(part.device)[: len(part)]).sum()) * (2 * k + 1)
     shape = "×".join(map(str, parameter.shape))
     return f"{str(parameter.dtype).removeprefix('torch.')} {shape} {total % (1 << 64):016x}"
+
+
+def of_others(parameters: Mapping[str, Tensor], chosen: Iterable[Tensor]) -> dict[str, str]:
+    """Fingerprints of a model's parameters apart from those that are chosen (frozen ones, say), tied ones once; tensors
+    of a kind of their own (quantised, say) are left out."""
+    known, found = {id(p) for p in chosen}, {}
+    for name, p in parameters.items():
+        if id(p) not in known and p.layout == torch.strided and type(p.detach()) is Tensor:
+            found[name] = fingerprint(p)
+        known.add(id(p))
+    return found
 
 
 def changed(known: Mapping[str, str], parameters: Mapping[str, Tensor]) -> list[str]:

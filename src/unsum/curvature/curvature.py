@@ -28,6 +28,7 @@ class Origin:
     setting: Setting
     likelihood: str  # "empirical", "categorical", ...
     fingerprints: Mapping[str, str]  # of the parameters
+    others: Mapping[str, str] = field(default_factory=dict)  # of those of the model that it is not about (frozen ones)
 
 
 @dataclass(eq=False)
@@ -110,7 +111,7 @@ class Curvature:
 
     def _read(self, g: Any, what: str) -> vectors.Vectors:
         if isinstance(g, Gradients):
-            self.refuse_changed(g.parameters)
+            self.refuse_changed(g.parameters, g.names.parameters)
         return vectors.read(g, {name: sums.shape for name, sums in self.sums.items()}, what=what)
 
     def _damping(self, damping: float | Mapping[str, float] | None) -> Mapping[str, float]:
@@ -124,9 +125,10 @@ class Curvature:
                 raise OptionError(f"damping={value!r}: a number, 0 or more, {{block: number}}, or None")
         return given  # type: ignore[return-value]
 
-    def refuse_changed(self, parameters: Mapping[str, Tensor]) -> None:
-        """Raise if the parameters are not those of the fit."""
+    def refuse_changed(self, parameters: Mapping[str, Tensor], of_model: Mapping[str, Tensor] | None = None) -> None:
+        """Raise if the parameters are not those of the fit, or if others of the model are not (where all are given)."""
         off = changed(self.origin.fingerprints, parameters)
+        off += [] if of_model is None else changed(self.origin.others, of_model)
         if off:
             raise UnsupportedError(
                 f"the parameters changed since the curvature was fitted ({off[0]}{', ...' if len(off) > 1 else ''}): "
@@ -148,7 +150,7 @@ class Curvature:
                 raise OptionError(
                     f"merge: {option} is {getattr(mine, option)} here and {getattr(theirs, option)} there"
                 )
-        if mine.fingerprints != theirs.fingerprints:
+        if (mine.fingerprints, mine.others) != (theirs.fingerprints, theirs.others):
             raise UnsupportedError("merge: the two were fitted on other parameters (another model, or other weights)")
         sums = {name: _merged(name, sums, other.sums[name]) for name, sums in self.sums.items()}
         biases = {w: b for w, b in self.biases.items() if other.biases.get(w) == b or not other.sums[w].pairs}

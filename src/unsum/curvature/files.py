@@ -86,12 +86,14 @@ def manifest_of(origin: Origin, sums: Mapping[str, ParameterSums]) -> dict[str, 
     return {
         "format": _FORMAT, "version": _VERSION, "kind": origin.kind, "setting": origin.setting,
         "likelihood": origin.likelihood, "fingerprints": dict(origin.fingerprints), "parameters": parameters,
+        "others": dict(origin.others),
     }  # fmt: skip
 
 
 def origin_of(manifest: Mapping[str, Any]) -> Origin:
     """What was written of where a curvature comes from."""
-    return Origin(manifest["kind"], manifest["setting"], manifest["likelihood"], manifest["fingerprints"])
+    others = manifest.get("others", {})  # of older files nothing is known
+    return Origin(manifest["kind"], manifest["setting"], manifest["likelihood"], manifest["fingerprints"], others)
 
 
 def to_tensors(sums: Mapping[str, ParameterSums]) -> dict[str, Tensor]:

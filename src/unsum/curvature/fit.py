@@ -25,7 +25,7 @@ from unsum.examples import (
     refuse_other_number,
     samples_of,
 )
-from unsum.fingerprint import fingerprint
+from unsum.fingerprint import fingerprint, of_others
 from unsum.gradients import gradients
 from unsum.reducers import Norms
 from unsum.sites import Names
@@ -91,7 +91,8 @@ def fit(
     if resume is not None and (examples.is_once or examples.is_shuffled):
         raise OptionError("fit(resume=...): the data must come in the same order again: no iterator, no shuffle=True")
     run = _Fit(model, loss_fn, examples, likelihood, params, samples, seed)
-    origin = Origin(kind, setting, "empirical" if likelihood is None else likelihood.name, run.fingerprints)
+    drawn_from = "empirical" if likelihood is None else likelihood.name
+    origin = Origin(kind, setting, drawn_from, run.fingerprints, run.others)
     options = {"seed": seed, "max_side": max_side, "batches": examples.batches(), "batch_size": examples.batch_size}
     state = None if resume is None else Resumed(resume, chunk, origin, options)
     sums = Sums(run.biases, kind=kind, setting=setting, max_side=max_side)
@@ -146,6 +147,7 @@ class _Fit:
         if not names:
             raise OptionError("fit: no parameters are trained (requires_grad=False, or params= chooses none)")
         self.fingerprints = {name: fingerprint(p) for name, p in self._parameters.items()}
+        self.others = of_others(Names(model).parameters, self._parameters.values())
         self.biases = _biases(names, Names(model))
 
     def in_order(self, found: Mapping[str, ParameterSums]) -> dict[str, ParameterSums]:

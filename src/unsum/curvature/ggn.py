@@ -17,7 +17,7 @@ from unsum.curvature.second_backward import check_adjoint, outputs_of, refusing_
 from unsum.curvature.trace import DRAWS, refuse_interaction, trace_of
 from unsum.errors import OptionError, SamplesError, UnsupportedError
 from unsum.examples import Examples, refuse_not_finite
-from unsum.fingerprint import changed, fingerprint
+from unsum.fingerprint import changed, fingerprint, of_others
 from unsum.gathered import Gradients
 from unsum.gradients import gradients
 from unsum.kernels.product import wide
@@ -49,11 +49,13 @@ class GaussNewton:
         self._params, self._seed = params, seed
         with gradients(model, Norms(), params=params, grad=False) as chosen:
             self._parameters = {name: chosen.parameters[name] for name in chosen}
+            self._of_model = chosen.names.parameters
         if not self._parameters:
             raise OptionError("ggn: no parameters are trained (requires_grad=False, or params= chooses none)")
         self._shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
-        self._versions = self._now()
         self._fingerprints = {name: fingerprint(p) for name, p in self._parameters.items()}
+        self._others = of_others(self._of_model, self._parameters.values())
+        self._versions = self._now()
         self._in_rows = True  # whether several vectors may go through one backward
         self._is_checked = False  # whether a second backward gives what the first one does
         self.n, self._outputs = self._count()
@@ -106,7 +108,7 @@ class GaussNewton:
         refuse_not_finite(vectors.dots(given.parts, given.parts), 0, "solve", "right side")
         self.refuse_changed(self._parameters)
         if precondition is not None:
-            precondition.refuse_changed(self._parameters)
+            precondition.refuse_changed(self._parameters, self._of_model)
         apply = lambda parts: {name: value + damping * parts[name] for name, value in self._times(parts).items()}
         before = None if precondition is None else (lambda parts: precondition.solve(parts, damping=damping or None))
         right = {name: part.to(wide(part.dtype)) for name, part in given.parts.items()}
@@ -139,12 +141,18 @@ class GaussNewton:
     # ---- the data -------------------------------------------------------------------------------------------------
 
     def _now(self) -> list[tuple[int, int]]:
-        return [(p.data_ptr(), version_of(p)) for p in self._parameters.values()]
+        others = [self._of_model[name] for name in self._others]
+        return [(p.data_ptr(), version_of(p)) for p in (*self._parameters.values(), *others)]
 
-    def refuse_changed(self, parameters: Mapping[str, Tensor] | None = None) -> None:
+    def refuse_changed(
+        self, parameters: Mapping[str, Tensor] | None = None, of_model: Mapping[str, Tensor] | None = None
+    ) -> None:
         """Raise if these are not the parameters that the matrix was made with, or (without any) if its own have been
-        written to."""
-        off = self._now() != self._versions if parameters is None else changed(self._fingerprints, parameters)
+        written to. The others of the model, frozen ones, are compared as well."""
+        if parameters is None:
+            off = self._now() != self._versions
+        else:
+            off = bool(changed(self._fingerprints, parameters) or (of_model and changed(self._others, of_model)))
         if off:
             raise UnsupportedError(
                 "the parameters changed since the Gauss–Newton matrix was made: it would be that of another model.\n"
@@ -153,7 +161,7 @@ class GaussNewton:
 
     def _read(self, v: Any, what: str) -> vectors.Vectors:
         if isinstance(v, Gradients):
-            self.refuse_changed(v.parameters)
+            self.refuse_changed(v.parameters, v.names.parameters)
         return vectors.read(v, self._shapes, what=what)
 
     def _count(self) -> tuple[int, int]:

@@ -143,6 +143,7 @@ class _Run:
         self._params = params if params is not None else ["*"] if covered is None else [exactly(n) for n in covered]
         with gradients(model, Norms(), params=self._params, grad=False) as chosen:
             self._parameters = {name: chosen.parameters[name] for name in chosen}
+            of_model = chosen.names.parameters
         if not self._parameters:
             raise OptionError("influence: no parameters are trained (requires_grad=False, or params= chooses none)")
         if covered is not None and list(self._parameters) != covered:
@@ -151,7 +152,7 @@ class _Run:
                 "here; fit it with the same params=, on the same model"
             )
         if curvature is not None:
-            curvature.refuse_changed(self._parameters)
+            curvature.refuse_changed(self._parameters, of_model)
         devices = {p.device for p in self._parameters.values()}
         self._memory = free_memory(devices) if memory is None else memory
         self._row = sum(p.numel() * max(p.element_size(), 4) for p in self._parameters.values())  # bytes of a query
