@@ -1,5 +1,6 @@
 """Gauss–Newton products of models and losses that are out of the ordinary."""
 
+import copy
 import warnings
 
 import pytest
@@ -132,6 +133,27 @@ def test_models_in_half_precision(dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         h.solve(rows, tol=0.01)
+
+
+@pytest.mark.parametrize("how", ["model", "autocast"])
+def test_logits_in_float32_of_a_model_in_bfloat16(how):
+    """What rounding explains is that of bfloat16, and no missing second backward."""
+    build = lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    model = made(build).to(torch.bfloat16 if how == "model" else torch.float32)
+    wide = copy.deepcopy(model).double()
+
+    def logits(model, batch):
+        if how == "model":
+            return model(batch[0].bfloat16()).float()
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(batch[0].float()).float()
+
+    x = BATCH[0].bfloat16()
+    h, exact = ggn(model, unsum.curvature.categorical(logits), (x,)), ggn(wide, batch=(x.double(), BATCH[1]))
+    rows = {name: value.bfloat16() for name, value in random_rows(wide, 2).items()}
+    found = h.matvec({name: value.to(model[0].weight.dtype) for name, value in rows.items()})
+    double = {name: value.double() for name, value in rows.items()}
+    assert distance(flat(found).double(), flat(exact.matvec(double))) < 0.03
 
 
 def test_classes_that_never_come():

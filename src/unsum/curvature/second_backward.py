@@ -14,6 +14,7 @@ from unsum.curvature.likelihood import Likelihood
 from unsum.curvature.vectors import real_rows
 from unsum.errors import UnsupportedError
 from unsum.graph.nodes import is_custom, ordered
+from unsum.seams.nodes import outputs_of as metas_of
 
 _MISSING = ("not implemented", "once_differentiable", "double backward", "not differentiable", "twice")  # in messages
 _REENTRANT = "use_reentrant"  # torch's own message says what to do
@@ -47,8 +48,15 @@ def check_adjoint(
             roots, rows = zip(*linked, strict=True)
             (pushed,) = torch.autograd.grad(roots, back, rows, retain_graph=True, allow_unused=True)
     left = 0.0 if pushed is None else float((real_rows(u[None]) * real_rows(pushed[None])).sum())
-    if abs(left - sum(norms)) > _ROUNDING.get(outputs.dtype, 3e-2) * sum(norms):
+    if abs(left - sum(norms)) > _rounding(outputs) * sum(norms):
         raise _no_second_backward(outputs, "what a second backward gives is not what the first one gives")
+
+
+def _rounding(outputs: Tensor) -> float:
+    """Of the least exact dtype through which gradients go: logits in float32 may come from a model in bfloat16."""
+    metas = [meta for node in ordered([outputs.grad_fn]) for meta in metas_of(node)]
+    dtypes = {outputs.dtype, *(meta.dtype for meta in metas)}
+    return max(_ROUNDING.get(dtype.to_real() if dtype.is_complex else dtype, 3e-2) for dtype in dtypes)
 
 
 @contextmanager
