@@ -314,11 +314,13 @@ def test_another_loss_is_not_continued(tmp_path):
 def test_a_frozen_part_that_changed_is_told(tmp_path):
     model = reader()
     model.between.requires_grad_(False)
-    build(tmp_path / "i", model, EQUAL)
+    i = build(tmp_path / "i", model, EQUAL)
     with torch.no_grad():
         model.between.weight[0, 0] += 1
     with pytest.raises(OptionError, match="not trained"):
         build(tmp_path / "i", model, EQUAL)
+    with pytest.raises(UnsupportedError, match="frozen"):
+        i.query(model, classified, (TOKENS, LABELS))
 
 
 def test_a_parameter_that_nothing_reaches_has_zeros(tmp_path):

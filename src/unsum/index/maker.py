@@ -15,7 +15,7 @@ from unsum.choice import exactly
 from unsum.curvature import Curvature, load
 from unsum.errors import OptionError, SamplesError
 from unsum.examples import SamplesOfBatch, alone, losses_of, refuse_not_finite, refuse_other_number, samples_of
-from unsum.fingerprint import content, fingerprint
+from unsum.fingerprint import content, fingerprint, of_others
 from unsum.gradients import gradients
 from unsum.index import store
 from unsum.index.reducers import TokenRows
@@ -95,12 +95,9 @@ class Maker:
         """The fingerprints of the parameters, and one of everything else that the model holds."""
         with whole(self.model):
             chosen = {name: fingerprint(_gathered(p)) for name, p in self.parameters.items()}
-            own = {id(p) for p in self.parameters.values()}
-            rest = [
-                (name.removeprefix("module."), fingerprint(_gathered(value)))
-                for name, value in (*self.model.named_parameters(), *self.model.named_buffers())
-                if id(value) not in own and name.removeprefix("module.") not in chosen
-            ]
+            every = (*self.model.named_parameters(), *self.model.named_buffers())
+            named = {name.removeprefix("module."): _gathered(value) for name, value in every}  # as DDP has it
+            rest = of_others({n: value for n, value in named.items() if n not in chosen}, self.parameters.values())
         return {"parameters": chosen, "rest": content(rest)}
 
 

@@ -15,7 +15,6 @@ from unsum.choice import exactly
 from unsum.curvature.vectors import is_number
 from unsum.errors import OptionError, SamplesError, UnsupportedError
 from unsum.examples import SamplesOfBatch, collated
-from unsum.fingerprint import changed
 from unsum.index.alike import blocks
 from unsum.index.data import Collate
 from unsum.index.maker import Maker, sketch_from
@@ -37,14 +36,14 @@ class Asker:
             raise OptionError("query needs loss_fn(model, batch), which returns one loss for each query, (n,)")
         self._stored, self._model, self._loss_fn, self._samples = stored, model, loss_fn, samples
         self.sketch, self.curvature = sketch_from(stored.folder, model, stored.info)
-        covered = stored.info["columns"] if self.curvature is None else self.curvature.parameters
-        self._names = [exactly(name) for name in covered]
+        self._names = [exactly(name) for name in stored.info["parameters"]]
 
     def rows(self, batch: Any) -> Tensor:
         """(queries, K), in float64."""
         maker = Maker(self._model, self._loss_fn, self._samples, self.sketch, self._names)
-        known = self._stored.info["parameters"]
-        off = changed({name: known[name] for name in maker.parameters}, maker.parameters)
+        info, marks = self._stored.info, maker.marks()
+        off = [name for name, mark in info["parameters"].items() if marks["parameters"][name] != mark]
+        off += ["a frozen parameter or a buffer"] if marks["rest"] != info["rest"] else []
         if off:
             raise UnsupportedError(
                 f"the parameters changed since the index was built ({off[0]}{', ...' if len(off) > 1 else ''}): it is "

@@ -52,7 +52,8 @@ class ParameterRows(Rows):
         self._read = read
 
     def take(self, name: str, factors: Factors) -> None:
-        self._parts[name] = self._read(name, factors)
+        if name in self._columns:
+            self._parts[name] = self._read(name, factors)
 
 
 class BlockRows(Rows):
