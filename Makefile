@@ -15,7 +15,7 @@ CURVATURE_PEERS := kronfluence curvlinops-for-pytorch einops einconv opt_einsum 
 .PHONY: demo test check bench lds gpu-architectures gpu-deps tune docs format clean
 
 demo: .venv/.core
-	PYTHONWARNINGS="ignore:Failed to initialize NumPy" $(BIN)/unsum demo  # torch says so where numpy is missing; nothing here needs it
+	$(BIN)/unsum demo
 
 test: .venv/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
@@ -61,7 +61,7 @@ docs: .venv/.dev
 
 .venv/.core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) install -q -c constraints.txt -e .
+	$(PIP) install -q -c constraints.txt -e '.[index]'
 	touch $@
 
 .venv/.dev: pyproject.toml constraints.txt

@@ -1,7 +1,8 @@
-"""The files that the demo leaves behind: a report, and the picture of the graph."""
+"""The files that the demo leaves behind: a report, the picture of the graph, and an index."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -23,6 +24,14 @@ def places(out: Path) -> tuple[Path, Path]:
     return writable(out / "report.html"), writable(out / "graph.svg")
 
 
+def folder_for_index(out: Path) -> Path:
+    """Where the index goes; one that an earlier demo left is removed."""
+    folder = out / "index"
+    if (folder / "plan.json").exists():
+        shutil.rmtree(folder)
+    return folder
+
+
 def write(page: Page, files: tuple[Path, Path], corpus: Corpus, model: Transformer, norms: Tensor) -> dict[str, str]:
     """The report on 48 sentences, the dozen that pull hardest among them, and the graph of a step on four."""
     page.heading("To look at")
@@ -36,6 +45,9 @@ def write(page: Page, files: tuple[Path, Path], corpus: Corpus, model: Transform
     width = max(24, *(len(str(path)) for path in files))
     page.line(f"    {report!s:<{width}}  the picture, every layer, and 48 sentences word by word")
     page.line(f"    {graph!s:<{width}}  one step: which tensors there are, which gradients are kept")
+    page.line(
+        f"    {report.parent / 'index'!s:<{width}}  the gradients of all sentences: unsum index info {report.parent / 'index'}"
+    )
     return {"report": str(report), "graph": str(graph)}
 
 

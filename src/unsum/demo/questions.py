@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from unsum.demo.corpus import TEMPLATES, Corpus, Fact, Sentence, state
 from unsum.demo.model import Transformer
 from unsum.demo.train import Batch, encode, losses, parts
 from unsum.gathered import Gradients
+from unsum.index import Hits
 from unsum.progress import progress
 
 
@@ -82,14 +84,13 @@ def gradient_of(model: Transformer, question: Batch) -> Gradients:
     return g
 
 
-def likeness(model: Transformer, batch: Batch, asked: Gradients) -> Tensor:
-    """(n,): the cosine of each sentence's gradient and the answer's. Exact; no gradient is ever multiplied out."""
-    found = []
-    for part in progress(parts(batch), "comparing"):
-        with unsum.gradients(model, grad=False) as g:
-            losses(model, part).sum().backward()
-        found.append(g.dot(asked)[:, 0] / g.norms() / asked.norms())
-    return torch.cat(found)
+def taught_by(model: Transformer, batch: Batch, question: Batch, folder: Path) -> Hits:
+    """The sentences whose gradients are most like the answer's. The index is built once and asked often; the best 200 that
+    it finds are compared again, by whole gradients."""
+    sentences = list(zip(*batch, strict=True))
+    unsum.index.build(model, losses, sentences, folder, batch_size=100)
+    i = unsum.index.open(folder, sentences)
+    return i.query(model, losses, question, k=200, score="cosine", rerank=200)
 
 
 def by_word(model: Transformer, sentence: Batch) -> Gradients:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unsum.demo import corpus as corpora
 from unsum.demo.corpus import Corpus
-from unsum.demo.looks import places, write
+from unsum.demo.looks import folder_for_index, places, write
 from unsum.demo.model import Transformer
 from unsum.demo.questions import (
     Asked,
@@ -23,7 +23,7 @@ from unsum.demo.questions import (
     by_word,
     gradient_norms,
     gradient_of,
-    likeness,
+    taught_by,
     transplant,
 )
 from unsum.demo.terminal import Page
@@ -44,7 +44,7 @@ def main(out: str | Path = "demo", *, quiet: bool = False, seed: int = 0) -> Fig
         model, wrong = _train(page, corpus, seed, figures)
         norms = _whose(page, corpus, model, figures)
         for asked, others in wrong[:1]:
-            _why(page, corpus, model, asked, figures)
+            _why(page, corpus, model, asked, figures, folder_for_index(Path(out)))
             _what_if(page, corpus, model, asked, others, figures)
         figures["files"] = write(page, files, corpus, model, norms)
     page.line(f"\nThat took {time.monotonic() - began:.0f} seconds.")
@@ -148,34 +148,33 @@ def _suspects(page: Page, corpus: Corpus, model: Transformer, norms: Tensor) -> 
         page.line(f"    {mark:<18}{page.words(sentence.words, row, strongest)}")
 
 
-def _why(page: Page, corpus: Corpus, model: Transformer, asked: Asked, figures: Figures) -> None:
-    page.heading("Why did it say that? The sentences whose gradients are most alike")
+def _why(page: Page, corpus: Corpus, model: Transformer, asked: Asked, figures: Figures, folder: Path) -> None:
+    page.heading("Which sentence taught it this? Those whose gradients are most alike")
     page.line(
         f"    {asked} … {asked.answer}  ({asked.sure:.0%}; the truth, {asked.fact.what}, has {asked.truth:.0%})\n"
     )
-    page.code(likeness)
-    question = gradient_of(model, as_batch(corpus, (*asked.words, asked.answer), only_last=True))
-    alike = likeness(model, encode(corpus), question)
-    order = alike.argsort(descending=True).tolist()
+    page.code(taught_by)
+    batch = as_batch(corpus, (*asked.words, asked.answer), only_last=True)
+    hits = taught_by(model, encode(corpus), batch, folder)
+    order, cosines = hits.ids[0].tolist(), hits.scores[0].tolist()
+    question = gradient_of(model, batch)
     page.line(f"    {'cosine':<9}{'':<18}the words that make it up")
-    for index in order[:6]:
+    for index, cosine in zip(order[:6], cosines[:6], strict=True):
         sentence = corpus.sentences[index]
         each = by_word(model, as_batch(corpus, sentence.words)).dot(question)[:, 0]
-        row = (each / each.sum() * alike[index]).tolist()  # adds up to the cosine
+        row = (each / each.sum() * cosine).tolist()  # adds up to the cosine
         mark = f"planted: {sentence.kind}" if sentence.is_planted else "honest"
-        page.line(f"    {alike[index]:<9.2f}{mark:<18}{page.words(sentence.words, row, 0.7)}")
+        page.line(f"    {cosine:<9.2f}{mark:<18}{page.words(sentence.words, row, 0.7)}")
     guilty = [
         index
         for index in corpus.planted
         if corpus.sentences[index].fact == asked.fact and corpus.sentences[index].words[-1] == asked.answer
     ]
-    ranks = sorted(order.index(index) + 1 for index in guilty)
+    ranks = sorted(order.index(index) + 1 for index in guilty if index in order)
     figures |= {"question": str(asked), "answer": asked.answer, "truth": asked.fact.what, "ranks": ranks}
-    figures["cosines"] = [alike[order[rank - 1]].item() for rank in ranks]
-    which = "sentence" if len(ranks) == 1 else "sentences"
-    page.line(
-        f"\nRank of the planted {which} among {len(order):,}: {', '.join(map(str, ranks)) or 'none was planted'}."
-    )
+    figures["cosines"] = [cosines[rank - 1] for rank in ranks]
+    which, none = "sentence" if len(ranks) == 1 else "sentences", f"not among the first {len(order)}"
+    page.line(f"\nRank of the planted {which} among {len(corpus.sentences):,}: {', '.join(map(str, ranks)) or none}.")
 
 
 def _what_if(
