@@ -6,11 +6,14 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from unsum.destination import writable
+from unsum.index import page
+from unsum.index.words import Words
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +37,7 @@ class Hits:
     names: Sequence[Sequence[str]] | None = None  # [query][rank]: ids that the index was built with
     texts: Sequence[Sequence[str]] | None = None  # [query][rank]: texts that it was built with
     examples: Sequence[Sequence[Any]] | None = None  # [query][rank], where the data set was given
+    are_norms: bool = False  # whether scores are the norms of rows: what `i.outliers` gives
 
     def __repr__(self) -> str:
         queries, k = self.ids.shape
@@ -45,7 +49,8 @@ class Hits:
         ]
         held = ", ".join(f"hits.{name}" for name in ("ids", "scores", *parts))
         asked = "1 query" if queries == 1 else f"{queries} queries"
-        return f'the {k} best {what} for {asked}: {held}; print(hits), hits.report("hits.html")'
+        told = f"{k} {what} that stand out" if self.are_norms else f"the {k} best {what} for {asked}"
+        return f'{told}: {held}; print(hits), hits.report("hits.html")'
 
     def __str__(self) -> str:
         """A table: one line for each hit."""
@@ -91,9 +96,26 @@ class Hits:
             writable(path, example="hits.json").write_text(text + "\n", encoding="utf-8")
         return text
 
-    def report(self, path: str | os.PathLike[str]) -> None:
-        """Write a page with the hits of every query."""
-        raise NotImplementedError
+    def report(
+        self, path: str | os.PathLike[str], words: Words | None = None, queries: Sequence[str] | None = None
+    ) -> Path:
+        """Write one page, which loads nothing, with the hits of every query; where `hits.tokens` has the scores of
+        tokens, texts are heat maps.
+
+        Args:
+            path: The file; missing folders are made.
+            words: A function from an example (`hits.examples[q][r]`) to the strings of its tokens. None: the words of
+                the text, where they are as many as the tokens, or else the numbers of positions.
+            queries: The text of each query, for its heading.
+        """
+        return page.write(self, path, words, queries)
+
+    def show(self, words: Words | None = None, queries: Sequence[str] | None = None) -> page.Shown:
+        """The same as `report` for a notebook, where what is returned shows itself."""
+        return page.Shown(self, words, queries)
+
+    def _repr_html_(self) -> str:
+        return page.compact(self)
 
     def _texts(self) -> Sequence[Sequence[str]] | None:
         """The texts that the index has, or the examples themselves where these are texts."""

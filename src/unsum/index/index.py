@@ -158,7 +158,7 @@ class Index:
         norms = alike.norms(self._stored.shards)
         found = alike.stand_out(norms, threshold)
         ids, positions = self._stored.places(found[None])
-        hits = Hits(ids, norms[found][None], positions=positions if self.info["tokens"] else None)
+        hits = Hits(ids, norms[found][None], positions=positions if self.info["tokens"] else None, are_norms=True)
         return told(hits, self._stored, self._data)
 
     def duplicates(self, threshold: float = 0.99) -> Pairs:
