@@ -10,6 +10,7 @@ from torch import nn
 import unsum
 from curvature_nets import Batches, Examples, classified, ids, mlp, numbers
 from unsum.errors import OptionError, SamplesError, UnsumError, UnsupportedError
+from unsum.index import alike
 
 X, Y = numbers(0, 23, 4), ids(1, 23, high=3)
 DATA = Examples(X, Y)
@@ -151,7 +152,7 @@ def test_examples_that_are_nearly_the_same(tmp_path, monkeypatch):
     rows = rows / rows.norm(dim=1, keepdim=True)
     cosines = (rows @ rows.T).triu(1)
     for some in (4096, 5):  # in parts, too
-        monkeypatch.setattr("unsum.index.alike._PAIRED", some)
+        monkeypatch.setattr(alike, "_PAIRED", some)
         found = i.duplicates(0.9)
         assert found.ids[0].tolist() == [3, 20]
         assert {tuple(pair) for pair in found.ids.tolist()} == {tuple(p) for p in (cosines >= 0.9).nonzero().tolist()}

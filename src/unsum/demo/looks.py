@@ -45,9 +45,8 @@ def write(page: Page, files: tuple[Path, Path], corpus: Corpus, model: Transform
     width = max(24, *(len(str(path)) for path in files))
     page.line(f"    {report!s:<{width}}  the picture, every layer, and 48 sentences word by word")
     page.line(f"    {graph!s:<{width}}  one step: which tensors there are, which gradients are kept")
-    page.line(
-        f"    {report.parent / 'index'!s:<{width}}  the gradients of all sentences: unsum index info {report.parent / 'index'}"
-    )
+    index = report.parent / "index"
+    page.line(f"    {index!s:<{width}}  the gradients of all sentences: unsum index info {index}")
     return {"report": str(report), "graph": str(graph)}
 
 

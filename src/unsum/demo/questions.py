@@ -85,8 +85,8 @@ def gradient_of(model: Transformer, question: Batch) -> Gradients:
 
 
 def taught_by(model: Transformer, batch: Batch, question: Batch, folder: Path) -> Hits:
-    """The sentences whose gradients are most like the answer's. The index is built once and asked often; the best 200 that
-    it finds are compared again, by whole gradients."""
+    """The sentences whose gradients are most like the answer's. The index is built once and asked often; the best 200
+    that it finds are compared again, by whole gradients."""
     sentences = list(zip(*batch, strict=True))
     unsum.index.build(model, losses, sentences, folder, batch_size=100)
     i = unsum.index.open(folder, sentences)
