@@ -35,7 +35,8 @@ from peers import SCIPY, no_need_of, reason
 CLIP, NOISE, DELTA = 1.0, 1.0, 1e-5
 ROOT = Path(__file__).resolve().parent
 RESULTS, PAGE = ROOT / "results" / "private_cpu.json", ROOT.parent / "docs" / "private.md"
-BEGIN, END = "<!-- begin: benchmarks/private.py -->\n", "<!-- end -->"
+ON_GPU = ROOT / "results" / "private_cuda.json"
+END = "<!-- end -->"
 Step = Callable[[Tensor, Tensor], None]
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
@@ -304,7 +305,7 @@ def cost(name: str, make: Any, device: str, seconds: float) -> dict[str, Any]:
 
 def tables(report: dict[str, Any]) -> str:
     """What docs/private.md quotes."""
-    lines = ["| training | test accuracy | epsilon |", "|---|---|---|"]
+    lines = ["| training | test accuracy | epsilon |", "|---|---|---|"] if report["training"] else []
     for row in report["training"]:
         if "note" in row:
             lines.append(f"| {row['way']} | {row['note']} | |")
@@ -332,9 +333,10 @@ def tables(report: dict[str, Any]) -> str:
 
 
 def filled(page: str, report: dict[str, Any]) -> str:
-    """The page with these tables between its marks."""
-    before, _, rest = page.partition(BEGIN)
-    return before + BEGIN + tables(report) + "\n" + END + rest.partition(END)[2]
+    """The page with these tables between the marks of their device."""
+    begin = f"<!-- begin: benchmarks/private.py {report['device']} -->\n"
+    before, _, rest = page.partition(begin)
+    return before + begin + tables(report).lstrip("\n") + "\n" + END + rest.partition(END)[2]
 
 
 def show(report: dict[str, Any]) -> None:
@@ -363,7 +365,7 @@ def main() -> None:
         report["cost"].append(cost(name, make, options.device, seconds))
         write(options.json, report)
     show(report)
-    if options.json is not None and options.json.resolve() == RESULTS:
+    if options.json is not None and options.json.resolve() in (RESULTS, ON_GPU):
         PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), report), encoding="utf-8")
 
 
