@@ -16,7 +16,13 @@ _PAIRED = 4096  # rows that are compared with as many others at a time
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Examples that are nearly the same, most alike first. What `i.duplicates` gives."""
+    """Examples that are nearly the same, most alike first. What `i.duplicates` gives.
+
+    Examples:
+        >>> pairs = Pairs(torch.tensor([[0, 3], [3, 4], [1, 9]]), torch.tensor([1.0, 0.999, 0.99]))
+        >>> pairs.clusters()
+        [[0, 3, 4], [1, 9]]
+    """
 
     ids: Tensor  # (pairs, 2): numbers of examples, the smaller one first
     scores: Tensor  # (pairs,): their cosines

@@ -31,6 +31,9 @@ class Builder:
         self._curvature, self._tokens, self._ids, self._text = curvature, tokens, ids, text
         self.plan: Mapping[str, Any] = {}
         self._ranks = ranks
+        # A build that goes on looks at the ends of its shards. Once it is complete, calling it again is a repair: every
+        # byte is read.
+        self._is_complete = (folder / store.MANIFEST).exists()
 
     def prepare(self, shard_size: int | None, shards: int | None) -> None:
         """Make the plan, or compare with the one that is there."""
@@ -91,7 +94,7 @@ class Builder:
         return [number for number in numbers if self._at(number) is None]
 
     def _at(self, number: int) -> store.Shard | None:
-        found = store.shard_at(self.folder, number)
+        found = store.shard_at(self.folder, number, every_byte=self._is_complete)
         if found is not None and texts.wanted(self.plan):
             return found if texts.is_whole(self.folder, number, found.told["examples"]) else None
         return found
