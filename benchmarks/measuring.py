@@ -8,6 +8,8 @@ import json
 import platform
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,17 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
         parser.error("--device cuda: there is no CUDA device")
     torch.set_num_threads(options.threads)
     return options
+
+
+@contextmanager
+def threads_of(count: int | None) -> Iterator[None]:
+    """torch has so many threads on the CPU inside; None: as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def write(path: Path | None, report: dict[str, Any]) -> None:
