@@ -16,7 +16,11 @@ TINY = {"width": 16, "depth": 1, "heads": 2, "vocabulary": 20}
 def scripts(monkeypatch):
     """The benchmarks' modules, by name; forgotten afterwards."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    names = ("measuring", "models", "peers", "norms", "growth", "checks", "quantities", "shapes")
+    names = (
+        "measuring", "models", "peers", "norms", "growth", "checks", "quantities", "shapes", "lds", "lds_problems",
+        "lds_kronfluence", "retraining", "index", "index_build", "index_bergson", "index_query", "index_recall",
+        "index_tables",
+    )  # fmt: skip
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
 
@@ -115,6 +119,71 @@ def test_every_quantity_is_checked_and_a_wrong_one_is_seen(name, scripts):
     assert checks.checked(name, step, model, losses, x, y).startswith("off by")
     other = quantities.ways_of(model, losses, x.flip(1), y, (name,))[name]
     assert checks.checked(name, other, model, losses, x, y).startswith("WRONG")
+
+
+def test_an_index_is_built_beside_plain_steps_and_its_rows_are_projected_gradients(scripts, monkeypatch):
+    build, tables = scripts("index_build"), scripts("index_tables")
+    found = build.measure("cpu", 1, 0, batches=1, shape=build.TINY)
+    assert found["off"] < 1e-5 and found["repetitions"] == 3
+    rows = {row["way"]: row for row in found["rows"]}
+    assert list(rows) == list(build.WAYS)
+    ours = [row for way, row in rows.items() if "bergson" not in way]
+    assert all(row["to_plain"]["median"] > 0 and row["tokens_per_second"] > 0 for row in ours)
+    report = {"machine": {"cpu": "one", "torch": "2", "date": "now"}, "quick": True, "build": [found], "large": []}
+    shown = tables.tables([report], "build")
+    assert all(f"| {way} |" in shown for way in rows) and "--quick" in shown
+    real = build.Maker.rows
+    monkeypatch.setattr(build.Maker, "rows", lambda *given: real(*given).flip(0))
+    assert build.measure("cpu", 1, 0, batches=1, shape=build.TINY)["off"] > 0.1
+
+
+def test_a_large_index_is_asked_beside_plain_reads_and_costs_are_computed(scripts, monkeypatch):
+    query, tables = scripts("index_query"), scripts("index_tables")
+    monkeypatch.setattr(query, "BATCH", 50)
+    found = list(query.measure("cpu", 0, examples=100, threads=(1,)))
+    assert [each["dtype"] for each in found] == ["float16", "bfloat16", "float32"]
+    for each in found:
+        assert each["nearest"] and set(each["megabytes"]) == {"10%", "50%", "100%"}
+        assert each["bytes_per_example"] > 2 * each["width"]
+        assert {row["way"] for row in each["asked"][0]["rows"]} >= {
+            "plain read",
+            "scan, 1 query",
+            "1 query",
+            "8 queries",
+        }
+    build = {"length": 100, "width": 50, "shape": "some", "rows": [{"way": "rows, written", "tokens_per_second": 1e3}]}
+    report = {"machine": {"cpu": "one", "torch": "2", "date": "now"}, "quick": True, "build": [build], "large": found}
+    last = tables.costs(tables.constants(report))[-1]
+    assert last["tokens"] == 1e12 and last["bytes"] == 1e10 * 104 and last["build_seconds"] == 1e9
+    shown = tables.tables([report], "computed")
+    assert "Computed, not measured" in shown and "| 1e12 | 1.04 TB | 31.7 years |" in shown
+    assert "| bfloat16 | 1 | scan, 8 queries |" in tables.tables([report], "asked")
+
+
+def test_recall_is_a_share_and_is_whole_where_nothing_is_left_out(scripts):
+    recall, problems = scripts("index_recall"), scripts("lds_problems")
+    torch.manual_seed(0)
+    model = problems.mlp(5, 6, 3)
+    train, asked = ((torch.randn(n, 5), torch.randint(3, (n,))) for n in (120, 4))
+    problem = problems.Problem(
+        "tiny", "tiny", lambda: model, problems.class_losses, problems.drawn_class_losses, "categorical", train, asked,
+        None, 0,
+    )  # fmt: skip
+    truth = {score: recall.scored(problem, model, score=score) for score in recall.SCORES}
+    some = recall.recall(problem, model, truth, 2, 4, seeds=1)
+    assert [row["score"] for row in some] == ["dot", "cosine"]
+    assert all(0 <= row[key] <= 1 for row in some for key in ("top10", "top100", "reranked"))
+    for row in recall.recall(problem, model, truth, 8, 1, seeds=1):  # 8² is more than any parameter has
+        assert row["top10"] > 0.9 and row["top100"] == row["reranked"] == 1.0
+    assert recall.shared(torch.tensor([[3, 1, 2]]), torch.tensor([[2, 9]])) == 0.5
+
+
+def test_the_page_on_indexes_shows_what_was_measured(scripts):
+    index, tables = scripts("index"), scripts("index_tables")
+    page = (FOLDER.parent / "docs" / "store.md").read_text(encoding="utf-8")
+    for part in tables.PARTS:
+        _, mark, rest = page.partition(f"<!-- begin: benchmarks/index.py {part} -->\n")
+        assert mark and rest.partition("<!-- end -->")[0].strip() == tables.tables(index.results(), part)
 
 
 def test_pages_show_the_figures_of_curvature_and_influence():
