@@ -54,7 +54,7 @@ def run(options: Any) -> dict[str, Any]:
         for found in index_recall.measure(quick, **some):
             keep(report, "recall", found, options.json)
     if "build" in wanted:
-        seconds, batches = options.seconds or (5.0 if quick else 240.0), 2 if quick else 4
+        seconds, batches = options.seconds or (5.0 if quick else 240.0), 1 if quick else 4
         for count in threads if device == "cpu" else (None,):
             keep(report, "build", index_build.measure(device, count, seconds, batches=batches), options.json)
     known = constants(report)

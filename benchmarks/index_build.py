@@ -40,6 +40,7 @@ from unsum.index.ranks import Ranks
 
 PROJECT = 16
 LINEAR = ("*.attn.*.weight", "*.mlp.*.weight")  # the weights of linear layers in blocks: what bergson projects
+WARM = 2  # turns before the clock runs
 Step = Callable[[int], None]  # goes through some batches, those of a shard
 
 
@@ -268,13 +269,14 @@ def measure(
 
 
 def made(task: Task, held: ExitStack) -> tuple[dict[str, Step], dict[str, str]]:
-    """The ways that can do a step, warmed by one; and of the others why not."""
+    """The ways that can do a step, warmed by two turns; and of the others why not."""
     ways: dict[str, Step] = {}
     notes: dict[str, str] = {}
     for name, make in WAYS.items():
         try:
             ways[name] = make(task, held)
-            ways[name](0)
+            for turn in range(WARM):
+                ways[name](turn)
         except Exception as error:  # whatever a library raises is what the table says of it
             if name in ("plain", "rows", "rows, written"):
                 raise
@@ -289,8 +291,8 @@ def timed(ways: dict[str, Step], device: str, seconds: float) -> tuple[dict[str,
     """{way: seconds of each repetition}, by the clock on the wall and by the processor's."""
     wall: dict[str, list[float]] = {name: [] for name in ways}
     processor: dict[str, list[float]] = {name: [] for name in ways}
-    until, turn = time.perf_counter() + seconds, 0
-    while time.perf_counter() < until or turn < 3:
+    until, turn = time.perf_counter() + seconds, WARM - 1
+    while time.perf_counter() < until or turn < WARM + 2:
         turn += 1
         for name in random.sample(list(ways), len(ways)):
             now(device)  # waits for the GPU
