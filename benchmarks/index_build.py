@@ -138,6 +138,13 @@ class Task:
         return Maker(self.model, losses, None, sketch, chosen)
 
 
+def task_of(shape: Shape, device: str, batches: int) -> tuple[Task, str]:
+    """A task, and whose model it has."""
+    model, whose = gpt(shape)
+    model = model.eval().to(device, getattr(torch, shape.dtype))
+    return Task(model, Documents(shape, 64 * shape.batch), shape, batches), whose
+
+
 def plain(task: Task, held: ExitStack) -> Step:
     def step(turn: int) -> None:
         for batch in task.each(turn):
@@ -241,9 +248,7 @@ def measure(
     """Every way to rows over plain steps; ratios are of the wall's clock, and of the processor's time beside it."""
     shape = shape or SHAPES[device]
     with threads_of(threads), ExitStack() as held:
-        model, whose = gpt(shape)
-        model = model.eval().to(device, getattr(torch, shape.dtype))
-        task = Task(model, Documents(shape, 64 * shape.batch), shape, batches)
+        task, whose = task_of(shape, device, batches)
         ways, notes = made(task, held)
         times, processor = timed(ways, device, seconds)
         width = task.maker().sketch.width

@@ -134,7 +134,7 @@ def test_an_index_is_built_beside_plain_steps_and_its_rows_are_projected_gradien
     assert all(f"| {way} |" in shown for way in rows) and "--quick" in shown
     real = build.Maker.rows
     monkeypatch.setattr(build.Maker, "rows", lambda *given: real(*given).flip(0))
-    assert build.measure("cpu", 1, 0, batches=1, shape=build.TINY)["off"] > 0.1
+    assert build.agreement(build.task_of(build.TINY, "cpu", 1)[0]) > 0.1
 
 
 def test_a_large_index_is_asked_beside_plain_reads_and_costs_are_computed(scripts, monkeypatch):
