@@ -12,6 +12,7 @@ installed). A table of cost up to 10¹² tokens is computed from these. Results 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import warnings
 from pathlib import Path
@@ -77,6 +78,7 @@ def main() -> None:
     parser.add_argument("--tables", action="store_true", help="fill docs/store.md from results/, and measure nothing")
     options = parsed(parser)
     warnings.simplefilter("ignore")
+    logging.getLogger("unsum").setLevel(logging.WARNING)  # bergson has every library tell what it does
     if options.tables:
         fill_pages()
         return
