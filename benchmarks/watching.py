@@ -134,8 +134,8 @@ def filled(page: str) -> str:
                 f"With activation checkpointing the peak memory is {plain:.2f}× that of the first model's plain step, "
                 f"and {watched:.2f}× when it is watched. A thousand steps of a small model with everything on: "
                 f"{steps['more_megabytes']} MB more than after a hundred; the weights are "
-                f"off by {steps['off']:.0e} from those of the same run without. That is rounding, which a thousand steps "
-                "in float32 make larger: in float64, with slow steps, they are equal to 1e-12 (a test).",
+                f"off by {steps['off']:.0e} from those of the same run without. That is rounding, which a thousand "
+                "steps in float32 make larger: in float64, with slow steps, they are equal to 1e-12 (a test).",
                 "",
             ]
     before, rest = page.split(BEGIN)

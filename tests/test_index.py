@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import unsum
-from curvature_nets import Batches, Examples, classified, ids, mlp, numbers
+from curvature_nets import ALL, Batches, Examples, classified, ids, mlp, numbers
 from unsum.errors import OptionError, SamplesError, UnsumError, UnsupportedError
 from unsum.index import alike
 
@@ -101,16 +101,27 @@ def test_with_a_curvature_that_is_kept_whole_influence_is_exact(kind, tmp_path):
     torch.testing.assert_close(hits.scores, s.top(23).scores, rtol=1e-4, atol=1e-5)
 
 
-def test_the_coordinates_with_the_largest_eigenvalues_are_kept(tmp_path):
-    model = mlp()
-    c = unsum.curvature.fit(model, classified, DATA)
-    i = built(tmp_path / "i", model, curvature=c, project=2)
-    with unsum.gradients(model) as g:
-        classified(model, (X, Y)).sum().backward()
-    block, each = c.blocks["0.weight"], g.per_sample()
-    values = block.into({name: each[name] for name in block.names}).flatten(1)
-    place = block.eigenvalues.flatten().topk(4).indices.sort().values
-    torch.testing.assert_close(i.rows(0, 23)[:, :4].double(), values[:, place], rtol=1e-4, atol=1e-6)
+@pytest.mark.parametrize("kind", ["ekfac", "kfac"])
+@pytest.mark.parametrize("net", ALL)
+def test_the_coordinates_with_the_largest_eigenvalues_are_kept(net, kind, tmp_path):
+    """They come from factors; the truth is gradients that are formed, in the block's own basis."""
+    model, loss, batches = ALL[net]()
+    c = unsum.curvature.fit(model, loss, Batches(*batches), kind=kind)
+    unsum.index.build(model, loss, Batches(*batches), tmp_path / "i", curvature=c, project=2, dtype="float32")
+    i, first = unsum.index.open(tmp_path / "i"), 0
+    wanted = []
+    for batch in batches:
+        with unsum.gradients(model, params=list(c.parameters)) as g:
+            loss(model, batch).sum().backward()
+        each = g.per_sample()
+        wanted.append([block.into({n: each[n] for n in block.names}).flatten(1) for block in c.blocks.values()])
+    for block, parts in zip(c.blocks.values(), zip(*wanted, strict=True), strict=True):
+        values, size = block.eigenvalues.flatten(), min(4, block.eigenvalues.numel())
+        found = i.rows(0, len(i))[:, first : first + size].double()
+        place = torch.sort(values, descending=True, stable=True).indices[:size].sort().values
+        torch.testing.assert_close(found, torch.cat(parts)[:, place], rtol=1e-4, atol=1e-6)
+        first += size
+    assert first == i.info["width"]
 
 
 def test_hits_bring_their_examples(tmp_path):

@@ -221,18 +221,22 @@ class Factors:
             if left.dim() == 3:
                 return (flat.unflatten(0, (len(left), -1)) @ left.to(self.dtype).mT).flatten(0, 1)
             return flat @ left.to(self.dtype).T
+        return self.two_sided(left, right).flatten(1)
+
+    def two_sided(self, left: Tensor, right: Tensor) -> Tensor:
+        """(n, r, c): L G R of each sample, for a parameter seen as a matrix (rows, rest); L is (r, rows), R (rest, c).
+        No gradient is formed where factors are outer products."""
         parts = []
         for share in self._shares:
             each = [kind.project(left, right).to(self.dtype) for kind in share.kinds]
-            parts.append(share.times(sum(each[1:], each[0])) if each else self._zeros(share.n, k, k))
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return whole.flatten(1).to(self.dtype)
+            sizes = share.n, left.shape[-2], right.shape[-1]
+            parts.append(share.times(sum(each[1:], each[0])) if each else self._zeros(*sizes))
+        return _joined(parts).to(self.dtype)
 
-    def token_projected(self, k: int, seed: int = 0) -> Tensor:
-        """(n, t, k·k): the projection of each position's part, which add up to `project(k, seed)`. Of a parameter that
-        met data several times (tied weights), the parts of one position are added up."""
-        wanted = sides(self.shape, k)
-        matrices = None if wanted is None else projection(self.name, seed, *wanted, self.device)
+    def token_projected(self, matrices: tuple[Tensor, Tensor] | None) -> Tensor:
+        """(n, t, k·k): the projection of each position's part by these matrices (None: as it is), which add up to
+        `projected`. Of a parameter that met data several times (tied weights), the parts of one position are added
+        up."""
         found = []
         for share in self._shares:
             each = [self._known(total.token_projected(kind, matrices)) for kind in share.kinds]

@@ -31,6 +31,7 @@ class Builder:
         self._curvature, self._tokens, self._ids, self._text = curvature, tokens, ids, text
         self.plan: Mapping[str, Any] = {}
         self._ranks = ranks
+        cut.needs_lengths = tokens
         # A build that goes on looks at the ends of its shards. Once it is complete, calling it again is a repair: every
         # byte is read.
         self._is_complete = (folder / store.MANIFEST).exists()
@@ -194,8 +195,9 @@ class Builder:
     def _write(self, number: int, made: Sequence[Record], named: Sequence[texts.Named]) -> None:
         tensors = {name: torch.cat([record.tensors[name] for record in made]) for name in made[0].tensors}
         if "order" in tensors:
-            order = tensors.pop("order").argsort()
-            tensors = {name: value[order] for name, value in tensors.items()}
+            order = tensors.pop("order")
+            if not bool((order[1:] > order[:-1]).all()):
+                tensors = {name: value[order.argsort()] for name, value in tensors.items()}
         if named:
             texts.write(self.folder, number, named)
         told = {

@@ -47,6 +47,7 @@ class Cut(ABC):
     total: int | None  # how many there are, if that is known
     least: int  # a shard is not cut smaller than so many, unless somebody says so
     size: int = 1 << 62  # until the plan says it
+    needs_lengths = False  # whether the lengths of examples are wanted, where they can be known
 
     def shards(self) -> int | None:
         """How many shards; None if only the end will tell."""
@@ -111,7 +112,7 @@ class _Listed(Cut):
         for begin in range(shard * self.size, end, step):
             numbers = range(begin, min(begin + step, end))
             examples = [self._data[k] for k in numbers]
-            lengths = self._lengths(examples)
+            lengths = self._lengths(examples) if self._tokens is not None or self.needs_lengths else None
             for some in self._grouped(lengths, len(examples)):
                 chosen = [examples[k] for k in some]
                 yield Part(

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from unsum.curvature.blocks import Block
 from unsum.errors import SamplesError
 from unsum.factors.factors import Factors
+from unsum.index.coordinates import Coordinates
 
 Read = Callable[[str, Factors], Tensor]  # (n, columns) of a parameter, or (n, t, columns)
 
@@ -59,10 +59,9 @@ class ParameterRows(Rows):
 class BlockRows(Rows):
     """Columns for each block of a curvature: some coordinates of its eigenbasis."""
 
-    def __init__(self, columns: Mapping[str, int], blocks: Mapping[str, Block], places: Mapping[str, Tensor]) -> None:
+    def __init__(self, columns: Mapping[str, int], bases: Sequence[Coordinates]) -> None:
         super().__init__(columns)
-        self._blocks, self._places = blocks, places
-        self._of = {each: name for name, block in blocks.items() for each in block.names}
+        self._of = {name: basis for basis in bases for name in basis.names}
         self._waiting: dict[str, dict[str, Tensor]] = {}  # gradients of blocks of which another part is to come
 
     def begin(self, n: int, again: bool) -> None:
@@ -70,12 +69,15 @@ class BlockRows(Rows):
         self._waiting = {}
 
     def take(self, name: str, factors: Factors) -> None:
-        block = self._blocks[self._of[name]]
-        parts = self._waiting.setdefault(block.name, {})
+        basis = self._of[name]
+        if basis.adds_up:
+            found = basis.share(name, factors)
+            self._parts[basis.name] = self._parts[basis.name] + found if basis.name in self._parts else found
+            return
+        parts = self._waiting.setdefault(basis.name, {})
         parts[name] = factors.per_sample()
-        if len(parts) == len(block.names):
-            found = block.into(self._waiting.pop(block.name)).flatten(1)
-            self._parts[block.name] = found[:, self._places[block.name].to(found.device)]
+        if len(parts) == len(basis.names):
+            self._parts[basis.name] = basis.whole(self._waiting.pop(basis.name))
 
 
 class TokenRows(Rows):

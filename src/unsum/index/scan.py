@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from unsum.index.store import Shard
 
-_NEAR = 1 << 19  # numbers at a time on a processor: what has been widened is still in its cache when it is multiplied
+_NEAR = 1 << 20  # numbers at a time on a processor: what has been widened is still in its cache when it is multiplied
 _FAR = 1 << 24  # and on a GPU
 _SCORES = 1 << 22  # scores that are held at a time
 
@@ -28,29 +27,34 @@ class Scored:
 def scan(shards: Sequence[Shard], asked: Tensor, *, cosine: bool = False, whole: bool = False) -> Iterator[Scored]:
     """Inner products of all rows with queries (q, K), which are where the products are computed; or their cosines.
     `whole`: a shard at a time, for rows that belong together."""
-    near = asked.device.type == "cpu"
     query = asked.float().contiguous()
     if cosine:
         query = query / query.norm(dim=1, keepdim=True).clamp_min(1e-30)
-    buffer = torch.empty(0, device=asked.device)
+    most = max(1, _SCORES // max(len(asked), 1))
     for shard in shards:
         stored, scales = shard.stored()
-        most = len(stored) if whole else max(1, _SCORES // max(len(asked), 1))
-        some = max(1, (_NEAR if near else _FAR) // max(shard.width, 1))
-        if buffer.shape != (some, shard.width):
-            buffer = torch.empty(some, shard.width, device=asked.device)
-        for begin in range(0, len(stored), max(most, 1)):
-            found = torch.empty(min(most, len(stored) - begin), len(asked), device=asked.device)
-            for at in range(0, len(found), some):
-                part = stored[begin + at : begin + at + some]
-                part = part[: len(found) - at]
-                rows = buffer[: len(part)].copy_(part, non_blocking=True)
-                found[at : at + len(part)] = linear(rows, query)
-                if cosine:
-                    found[at : at + len(part)] /= rows.norm(dim=1, keepdim=True).clamp_min(1e-30)
+        for begin in range(0, len(stored), len(stored) if whole else most):
+            part = slice(begin, len(stored) if whole else begin + most)
+            scores = _scores(stored[part], query, cosine=cosine)
             if not cosine:
-                found *= scales[begin : begin + len(found), None].to(found.device)
-            yield Scored(shard.number, begin, found)
+                scores *= scales[part].to(scores.device)
+            yield Scored(shard.number, begin, scores.T)
+
+
+def _scores(stored: Tensor, query: Tensor, *, cosine: bool) -> Tensor:
+    """(queries, rows), in parts that are widened into one buffer."""
+    width, is_near = stored.shape[1], query.device.type == "cpu"
+    some = max(1, (_NEAR if is_near else _FAR) // max(width, 1))
+    found = torch.empty(len(query), len(stored), device=query.device)
+    is_ready = is_near and stored.dtype == query.dtype
+    buffer = torch.empty(0 if is_ready else min(some, len(stored)), width, device=query.device)
+    for at in range(0, len(stored), some):
+        part = stored[at : at + some]
+        rows = part if is_ready else buffer[: len(part)].copy_(part, non_blocking=True)
+        torch.mm(query, rows.T, out=found[:, at : at + len(part)])
+        if cosine:
+            found[:, at : at + len(part)] /= rows.norm(dim=1).clamp_min(1e-30)
+    return found
 
 
 class Best:

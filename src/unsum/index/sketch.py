@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from unsum.curvature import Curvature
-from unsum.factors.factors import Factors, kept_numbers
+from unsum.factors.factors import Factors, kept_numbers, projection, sides
 from unsum.fingerprint import fingerprint
+from unsum.index.coordinates import Coordinates
 from unsum.index.reducers import BlockRows, ParameterRows, Rows, TokenRows
 
 
@@ -55,6 +56,7 @@ class Projected(Sketch):
         self._is_whole = {name: kept[name] == torch.Size(shape).numel() for name, shape in shapes.items()}
         self.columns = {name: kept[name] * (1 if self._is_whole[name] else sketches) for name in shapes}
         self._k, self._seed, self.sketches, self._tokens = k, seed, sketches, tokens
+        self._kept: dict[str, list[tuple[Tensor, Tensor] | None]] = {}
 
     def of(self, names: Iterable[str]) -> Projected:
         """The same for these parameters alone."""
@@ -68,11 +70,20 @@ class Projected(Sketch):
 
     def _of(self, name: str, factors: Factors) -> Tensor:
         """(n, columns), or (n, t, columns)."""
-        read = factors.token_projected if self._tokens else factors.project
-        if self._is_whole[name] or self.sketches == 1:
-            return read(self._k, self._seed)
-        found = [read(self._k, self._seed + 1_000_003 * j) for j in range(self.sketches)]
-        return torch.cat(found, -1) / self.sketches**0.5
+        found = [
+            factors.token_projected(matrices) if self._tokens else factors.projected(self._k, matrices)
+            for matrices in self._matrices(name, factors)
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found, -1) / self.sketches**0.5
+
+    def _matrices(self, name: str, factors: Factors) -> list[tuple[Tensor, Tensor] | None]:
+        """Of each sketch; kept, since every batch needs those of all parameters."""
+        if name not in self._kept:
+            wanted, self._kept[name] = sides(factors.shape, self._k), [None]
+            if wanted is not None:
+                seeds = [self._seed + 1_000_003 * j for j in range(self.sketches)]
+                self._kept[name] = [projection(name, seed, *wanted, factors.device) for seed in seeds]
+        return self._kept[name]
 
     def told(self) -> dict[str, Any]:
         return {"kind": "random", "k": self._k, "seed": self._seed, "sketches": self.sketches}
@@ -103,9 +114,10 @@ class Leading(Sketch):
         self._curvature, self._k = curvature, k
         self._places = {name: _largest(block.eigenvalues, k * k) for name, block in curvature.blocks.items()}
         self.columns = {name: len(place) for name, place in self._places.items()}
+        self._bases = [Coordinates(block, self._places[name]) for name, block in curvature.blocks.items()]
 
     def rows(self) -> Rows:
-        return BlockRows(self.columns, self._curvature.blocks, self._places)
+        return BlockRows(self.columns, self._bases)
 
     def told(self) -> dict[str, Any]:
         return {"kind": "eigenbasis", "k": self._k, "curvature": self._mark()}

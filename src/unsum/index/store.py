@@ -91,10 +91,13 @@ class Shard:
         self.told: dict[str, Any] = json.loads(header.pop("__metadata__")["unsum"])
         self._places = header
         self.rows, self.width = header["rows"]["shape"]
+        self._held: tuple[Tensor, Tensor] | None = None
 
     def stored(self) -> tuple[Tensor, Tensor]:
         """(rows, K) in the index's dtype, and (rows,) what each is multiplied by."""
-        return self._mapped("rows", DTYPES[self.told["dtype"]]), self._mapped("scales", torch.float32)
+        if self._held is None:
+            self._held = self._mapped("rows", DTYPES[self.told["dtype"]]), self._mapped("scales", torch.float32)
+        return self._held
 
     def tokens(self) -> tuple[Tensor, Tensor]:
         """(rows,) and (rows,): which example of the shard a row belongs to, and at which position."""
@@ -118,7 +121,7 @@ class Shard:
 
 
 def shard_at(folder: Path, number: int, *, every_byte: bool = True) -> Shard | None:
-    """A shard that is whole; None if it is missing or damaged. Without `every_byte` its header and its length decide."""
+    """A shard that is whole; None if it is missing or damaged. Without `every_byte` its header and length decide."""
     try:
         found = Shard(folder, number)
         return found if not every_byte or found.is_whole() else None
