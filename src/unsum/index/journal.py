@@ -36,7 +36,7 @@ class Journal:
     """The records of a shard, in the order of its batches."""
 
     def __init__(self, folder: Path, number: int) -> None:
-        self._folder, self._path = folder, folder / f".shard-{number:06d}.rows"
+        self._path = _path(folder, number)
         self._file = self._path.open("ab+")
         self._synced = time.monotonic()
 
@@ -73,6 +73,11 @@ class Journal:
                 os.fsync(self._file.fileno())
                 self._synced = time.monotonic()
 
+    @staticmethod
+    def remove(folder: Path, number: int) -> None:
+        """The journal of a shard that is there, if it was left."""
+        _path(folder, number).unlink(missing_ok=True)
+
     def close(self, *, done: bool) -> None:
         """`done`: the shard is there, and this file no longer needed."""
         try:
@@ -80,3 +85,7 @@ class Journal:
         finally:
             if done:
                 self._path.unlink(missing_ok=True)
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f".shard-{number:06d}.rows"
