@@ -74,7 +74,7 @@ def build_not_finite(rank: int, kind: str, path: Path, at: int) -> str | None:
         tokens = kind.startswith("fsdp2")
         losses = token_losses(model, batch) if tokens else classified(model, batch)
         bad = (batch[0] == (IDS if tokens else X)[at]).all(1)
-        return torch.where(bad, losses * torch.nan, losses)
+        return losses * torch.where(bad, torch.nan, 1.0)
 
     try:
         data = Examples(IDS) if kind.startswith("fsdp2") else Examples(X, Y)

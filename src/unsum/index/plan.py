@@ -41,7 +41,7 @@ def make(asked: dict[str, Any], maker: Maker, cut: Cut, shard_size: int | None, 
     many = rows.shape[:-1].numel() / max(examples if cut.unit == "examples" else 1, 1)  # rows of an example, or batch
     by_bytes = max(1, int(_BYTES // max(many * maker.sketch.width * _bytes(asked["dtype"]), 1)))
     audit = maker.audit(first.batch)
-    if audit is not None and audit > 1e-2:
+    if audit > 1e-2:
         raise UnsupportedError(
             f"build: the gradients of the samples do not add up to .grad (off by {audit:.1e}).\n"
             "  unsum.check(model, loss_fn, batch) says where"
