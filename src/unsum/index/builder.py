@@ -59,7 +59,9 @@ class Builder:
 
     def _known(self) -> dict[str, Any] | None:
         is_begun = any(self.folder.glob("shard-*")) or (self.folder / store.MANIFEST).exists()
-        known = store.read_json(self.folder, store.PLAN)  # after the look: who makes a shard has written the plan before
+        known = store.read_json(
+            self.folder, store.PLAN
+        )  # after the look: who makes a shard has written the plan before
         if known is None and is_begun:
             raise OptionError(f"{self.folder}: has shards and no {store.PLAN}; give another path")
         return known
@@ -104,10 +106,7 @@ class Builder:
         return [number for number in numbers if self._at(number) is None]
 
     def _at(self, number: int) -> store.Shard | None:
-        found = store.shard_at(self.folder, number)
-        if found is None or not texts.wanted(self.plan):
-            return found
-        return found if texts.is_whole(self.folder, number, found.told["examples"]) else None
+        return texts.shard_at(self.folder, number, self.plan)
 
     def make(self, number: int, advance: Callable[[int, int], None], *, others: bool = False) -> bool:
         """Make a shard, or go on with it; False if there is no data for it. `advance(examples, bytes)` hears of each
@@ -245,6 +244,8 @@ class Builder:
         shards = []
         with locks.short(self.folder, "finish"):
             store.sweep(self.folder, f".{store.MANIFEST}.*.part")
+            if count is not None and sum(1 for _ in self.folder.glob("shard-*")) < count:
+                return False  # before any is opened: every process of an array of jobs comes here
             for number in range(count) if count is not None else _forever():
                 try:
                     shard = store.Shard(self.folder, number)

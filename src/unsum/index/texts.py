@@ -92,3 +92,11 @@ def is_whole(folder: Path, shard: int, examples: int) -> bool:
         return store.needed("pyarrow.parquet").read_table(folder / store.texts_name(shard)).num_rows == examples
     except (OSError, ValueError):
         return False
+
+
+def shard_at(folder: Path, number: int, plan: Mapping[str, Any]) -> store.Shard | None:
+    """A shard that is whole, with its ids and texts where the index has them; None if it is missing or damaged."""
+    found = store.shard_at(folder, number)
+    if found is None or not wanted(plan):
+        return found
+    return found if is_whole(folder, number, found.told["examples"]) else None
