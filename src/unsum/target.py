@@ -36,8 +36,8 @@ def everything(target: str) -> Made:
 
 
 def task(target: str | Callable[[], Any]) -> tuple[nn.Module, Any, Any, dict[str, Any]]:
-    """(model, loss_fn, data, options) for `unsum.index.build`; options, a dict, may be missing. From a function, or from
-    what names one."""
+    """(model, loss_fn, data, options) for `unsum.index.build`, from a function or the name of one; options, a dict, may
+    be missing."""
     made = call(target) if isinstance(target, str) else target()
     is_one = isinstance(made, tuple | list) and len(made) in (3, 4) and (len(made) == 3 or _is_options(made[3]))
     if not is_one:

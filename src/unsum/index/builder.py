@@ -54,7 +54,7 @@ class Builder:
     def _differ(self, rank: int, first: Mapping[str, Any], other: Mapping[str, Any]) -> Exception:
         return OptionError(
             f"build: the ranks do not ask for the same index. Rank {rank} beside rank 0: "
-            f"{plan.difference(first, other)}.\n  give all ranks the same model and the whole data set: build divides it"
+            f"{plan.difference(first, other)}.\n  give every rank the same model and all of the data; build divides it"
         )
 
     def _known(self) -> dict[str, Any] | None:

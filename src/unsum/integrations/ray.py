@@ -62,14 +62,16 @@ def build(
         raise UnsumError(f"{path}: a shard vanished while the others were built; call build again")
 
 
-# ---- in the process that calls `build` --------------------------------------------------------------------------------
+# ---- in the process that calls `build` -------------------------------------------------------------------------------
 
 
 def _run(ray: Any, run: Any, missing: list[int], workers: int | None, given: tuple[Any, ...]) -> None:
     """All shards, so many at a time. The first error ends the others; what they have written stays."""
-    waiting, running = iter(missing), {}
+    waiting = iter(missing)
+    running: dict[Any, int] = {}
+    line: progress[Any] = progress(len(missing), "index (shards, on Ray)")
     try:
-        with progress(len(missing), "index (shards, on Ray)") as line:
+        with line:
             while True:
                 while len(running) < (workers or len(missing)) and (number := next(waiting, None)) is not None:
                     running[run.remote(*given, number)] = number
@@ -131,7 +133,7 @@ def _ray() -> Any:
         raise NotInstalled("unsum.integrations.ray needs ray: pip install unsum[ray]") from error
 
 
-# ---- in the workers ---------------------------------------------------------------------------------------------------
+# ---- in the workers --------------------------------------------------------------------------------------------------
 
 
 def _missing(build: str, make: Make, path: str, options: dict[str, Any]) -> list[int]:
