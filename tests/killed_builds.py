@@ -140,7 +140,9 @@ def main() -> None:
                 model, loss_fn, data, options = known[asked["case"]]
                 if asked["point"] is not None:
                     arm(asked["point"], asked["at"], asked["cut"])
-                unsum.index.build(model, loss_fn, data, asked["path"], **options, part=asked["part"] and tuple(asked["part"]))
+                unsum.index.build(
+                    model, loss_fn, data, asked["path"], **options, part=asked["part"] and tuple(asked["part"])
+                )
                 code = 0
             except BaseException:
                 traceback.print_exc()

@@ -264,11 +264,18 @@ class Builder:
                 raise SamplesError("build: the data is empty")
             examples = sum(shard["examples"] for shard in shards)
             manifest = {**self.plan, "shards": shards, "rows": rows, "examples": examples}
-            if store.read_json(self.folder, store.MANIFEST) != manifest:
+            if self._manifest() != manifest:
                 store.write_json(self.folder, store.MANIFEST, manifest)
             for number in range(len(shards)):  # who was killed between a shard and its journal's end leaves the journal
                 Journal.remove(self.folder, number)
         return True
+
+    def _manifest(self) -> dict[str, Any] | None:
+        """The one that is there; a damaged one is written anew."""
+        try:
+            return store.read_json(self.folder, store.MANIFEST)
+        except OptionError:
+            return None
 
 
 def _forever() -> Iterator[int]:
