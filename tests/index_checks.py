@@ -44,6 +44,11 @@ def net(kind: str) -> nn.Module:
         return mlp()
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(mlp())
+    if "buffers" in kind:
+        torch.manual_seed(0)
+        layers = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)
+        model: nn.Module = nn.Sequential(*layers).double().eval()
+        return nn.parallel.DistributedDataParallel(model).eval() if kind.startswith("ddp") else model
     model = Net().double() if "float64" in kind else Net()
     return sharded(model) if kind.startswith("fsdp2") else model
 
@@ -82,6 +87,21 @@ def build_not_finite(rank: int, kind: str, path: Path, at: int) -> str | None:
         unsum.index.build(net(kind), broken, data, path, **options)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    return None
+
+
+def build_with_a_failing_module(rank: int, path: Path) -> str | None:
+    """Under fully_shard, one rank's forward breaks off in the middle."""
+    model = net("fsdp2, float64")
+
+    def hook(module: nn.Module, args: Any) -> None:
+        if (args[0].shape[0] == 1) and is_armed:
+            raise Stop("in the middle of a forward")
+
+    is_armed = True
+    model.head.register_forward_pre_hook(hook)
+    options: Any = {"project": 3, "batch_size": 4, "shard_size": 4, "dtype": "float32"}
+    unsum.index.build(model, token_losses, Examples(IDS), path, **options)  # 41 examples: the last batch has one
     return None
 
 

@@ -59,6 +59,19 @@ def test_any_number_of_ranks_resumes_another_run(kind: str, ranks: Groups, tmp_p
         assert bytes_of(path) == alone[kind] and left_over(path) == []
 
 
+def test_ranks_without_work_wait_for_nobody(ranks: Groups, tmp_path: Path) -> None:
+    """DDP would send buffers around in the first forward; here only one rank has any."""
+    ranks[3].run(index_checks.build, "ddp, buffers", tmp_path / "i")
+    index_checks.build(0, "plain, buffers", tmp_path / "alone")
+    whole = bytes_of(tmp_path / "alone")
+    assert bytes_of(tmp_path / "i") == whole
+    for left in ([0], [10], [0, 4]):
+        for number in left:
+            (tmp_path / "i" / f"shard-{number:06d}.safetensors").unlink()
+        ranks[3].run(index_checks.build, "ddp, buffers", tmp_path / "i", seconds=60)
+        assert bytes_of(tmp_path / "i") == whole
+
+
 @pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2, float64"])
 def test_an_error_on_one_rank_ends_all_with_its_message(kind: str, ranks: Groups, tmp_path: Path) -> None:
     told = ranks[3].run(index_checks.build_not_finite, kind, tmp_path / "i", 18, seconds=60)

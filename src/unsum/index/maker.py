@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,9 @@ class Maker:
         reducer = self.sketch.rows()
         if not isinstance(reducer, TokenRows):
             return
-        with alone("build"), gradients(self.model, reducer, samples=samples, params=self._params, grad=False):
+        with alone("build"), _unsynchronised(self.model), gradients(
+            self.model, reducer, samples=samples, params=self._params, grad=False
+        ):  # fmt: skip
             losses_of(self._loss_fn, self.model, batch, 0, "build", are_samples=samples is None).sum().backward()
         self.keep([name for name in self.sketch.columns if name not in reducer.left_out])
 
@@ -136,10 +138,22 @@ def parameters_of(model: nn.Module, params: str | Sequence[str]) -> dict[str, Te
     return found
 
 
-def _unsynchronised(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """DDP waits for other processes in every backward unless it is told not to; here each has batches of its own."""
-    quiet: Any = getattr(model, "no_sync", None)
-    return contextlib.nullcontext() if quiet is None else quiet()
+@contextlib.contextmanager
+def _unsynchronised(model: Any) -> Iterator[None]:
+    """DDP waits for other processes in every backward, and for their buffers in a forward, unless it is told not to; here
+    each has batches of its own, and perhaps none."""
+    if not hasattr(model, "no_sync"):
+        yield
+        return
+    before = getattr(model, "require_forward_param_sync", None)
+    with model.no_sync():
+        if before is not None:
+            model.require_forward_param_sync = False
+        try:
+            yield
+        finally:
+            if before is not None:
+                model.require_forward_param_sync = before
 
 
 def _gathered(parameter: Tensor) -> Tensor:

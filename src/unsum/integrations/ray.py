@@ -54,7 +54,7 @@ def build(
     _refuse(make, workers, retries, resources, options)
     if not ray.is_initialized():
         ray.init(include_dashboard=False, log_to_driver=False)
-    given = (uuid.uuid4().hex, ray.put(_absolute(make)), str(Path(path).resolve()), options)
+    given = (uuid.uuid4().hex, ray.put(_absolute(make)), str(Path(path).resolve()), ray.put(options))
     how = {"max_retries": retries, **({"num_cpus": 1} if resources is None else resources)}
     found = _answer(ray, ray.remote(_missing).options(**how).remote(*given), "the plan")
     _run(ray, ray.remote(_shard).options(**how), found, workers, given)
