@@ -199,6 +199,24 @@ def test_several_processes_build_parts(tmp_path):
     assert bytes_of(tmp_path / "i") == bytes_of(tmp_path / "whole")
 
 
+def test_an_array_of_jobs(tmp_path):
+    built(tmp_path / "whole", shard_size=None, shards=10)
+    for number in (9, 8, 7, 0, 2, 4, 6, 1, 3):  # ten shards of 23 examples are eight of three: two have nothing to do
+        with pytest.raises(OptionError, match="not done"):
+            built(tmp_path / "i", shard_size=None, shards=10, shard=number)
+    with pytest.raises(OptionError, match="shard=10: there are 8"):
+        built(tmp_path / "i", shard_size=None, shards=10, shard=10)
+    with pytest.raises(OptionError, match="shards=5, and it has 8"):
+        built(tmp_path / "i", shard_size=None, shards=5, shard=0)
+    built(tmp_path / "i", shard_size=None, shards=10, shard=5)
+    assert bytes_of(tmp_path / "i") == bytes_of(tmp_path / "whole")
+
+
+def test_shards_are_of_whole_batches_unless_somebody_says_otherwise(tmp_path):
+    i = built(tmp_path / "i", shard_size=None, batch_size=5)
+    assert [shard["rows"] for shard in i.info["shards"]] == [5, 5, 5, 5, 3]
+
+
 def test_a_second_builder_is_told(tmp_path):
     from unsum.index import locks
 

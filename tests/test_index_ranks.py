@@ -98,6 +98,15 @@ def test_a_second_run_is_refused_on_every_rank(ranks: Groups, tmp_path: Path) ->
 
 # ---- started as torchrun starts them ---------------------------------------------------------------------------------
 
+BROKEN_OFF = """
+import sys
+import torch.distributed as dist
+import index_checks
+
+dist.init_process_group("gloo")
+index_checks.build_broken_off(sys.argv[1])
+"""
+
 PROGRAM = """
 import os, pathlib, sys, time
 import torch.distributed as dist
@@ -117,9 +126,9 @@ dist.destroy_process_group()
 """
 
 
-def started(path: Path, count: int, pause: float) -> subprocess.Popen[str]:
+def started(path: Path, count: int, pause: float = 0.0, text: str = PROGRAM) -> subprocess.Popen[str]:
     program, here = path.parent / "program.py", Path(__file__).parent
-    program.write_text(PROGRAM)
+    program.write_text(text)
     env = os.environ | {
         "PYTHONPATH": f"{here.parent / 'src'}{os.pathsep}{here}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
@@ -137,7 +146,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 def test_one_rank_of_three_is_killed(tmp_path: Path) -> None:
     whole, path = tmp_path / "whole", tmp_path / "i"
-    code, out = ended(started(whole, 1, 0.0))
+    code, out = ended(started(whole, 1))
     assert code == 0, out
     draw = random.Random(3)
     for victim in (2, 0):
@@ -149,6 +158,13 @@ def test_one_rank_of_three_is_killed(tmp_path: Path) -> None:
         os.kill(int(Path(f"{path}.{victim}").read_text()), signal.SIGKILL)
         code, out = ended(process)
         assert code != 0 and not (path / "manifest.json").exists(), out
-    code, out = ended(started(path, 2, 0.0))
+    code, out = ended(started(path, 2))
     assert code == 0, out
     assert bytes_of(path) == bytes_of(whole) and left_over(path) == []
+
+
+def test_a_forward_that_breaks_off_under_fully_shard(tmp_path: Path) -> None:
+    """The others wait for parameters that never come: they end when the process that failed does."""
+    code, out = ended(started(tmp_path / "i", 3, text=BROKEN_OFF))
+    assert code != 0 and "in the middle of a forward" in out
+    assert len(list((tmp_path / "i").glob("shard-*"))) > 0

@@ -44,7 +44,7 @@ class Cut(ABC):
 
     unit: str  # what is counted
     total: int | None  # how many there are, if that is known
-    size: int = 1
+    size: int = 1 << 62  # until the plan says: all is one shard, whose first batch is looked at
 
     def shards(self) -> int | None:
         """How many shards; None if only the end will tell."""
