@@ -110,7 +110,7 @@ index_checks.build_broken_off(sys.argv[1])
 PROGRAM = """
 import os, pathlib, sys, time
 import torch.distributed as dist
-from torch import nn
+from torch.distributed.fsdp import fully_shard
 import unsum
 from curvature_nets import Examples, classified, ids, mlp, numbers
 
@@ -121,12 +121,15 @@ data, slow = Examples(numbers(0, 240, 4), ids(1, 240, high=3)), float(sys.argv[2
 def losses(model, batch):
     time.sleep(slow)
     return classified(model, batch)
-unsum.index.build(mlp(), losses, data, path, project=3, batch_size=2, shard_size=4)
+model = mlp()
+if sys.argv[3:] == ["fsdp2"]:
+    fully_shard(model)
+unsum.index.build(model, losses, data, path, project=3, batch_size=2, shard_size=4)
 dist.destroy_process_group()
 """
 
 
-def started(path: Path, count: int, pause: float = 0.0, text: str = PROGRAM) -> subprocess.Popen[str]:
+def started(path: Path, count: int, pause: float = 0.0, *more: str, text: str = PROGRAM) -> subprocess.Popen[str]:
     program, here = path.parent / "program.py", Path(__file__).parent
     program.write_text(text)
     env = os.environ | {
@@ -134,7 +137,7 @@ def started(path: Path, count: int, pause: float = 0.0, text: str = PROGRAM) -> 
     }  # fmt: skip
     torchrun = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--master-addr", "127.0.0.1",
-        "--master-port", str(processes.free_port()), str(program), str(path), str(pause),
+        "--master-port", str(processes.free_port()), str(program), str(path), str(pause), *more,
     ]  # fmt: skip
     return subprocess.Popen(torchrun, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -149,8 +152,8 @@ def test_one_rank_of_three_is_killed(tmp_path: Path) -> None:
     code, out = ended(started(whole, 1))
     assert code == 0, out
     draw = random.Random(3)
-    for victim in (2, 0):
-        process = started(path, 3, 0.03)
+    for victim, more in ((2, []), (0, []), (1, ["fsdp2"])):
+        process = started(path, 3, 0.03, *more)
         wanted = len(list(path.glob("shard-*"))) + 6
         while len(list(path.glob("shard-*"))) < wanted and process.poll() is None:
             time.sleep(0.001)

@@ -140,8 +140,8 @@ def parameters_of(model: nn.Module, params: str | Sequence[str]) -> dict[str, Te
 
 @contextlib.contextmanager
 def _unsynchronised(model: Any) -> Iterator[None]:
-    """DDP waits for other processes in every backward, and for their buffers in a forward, unless it is told not to; here
-    each has batches of its own, and perhaps none."""
+    """DDP waits for others in every backward, and in a forward for their buffers, unless it is told not to. Here
+    each process has batches of its own, and perhaps none."""
     if not hasattr(model, "no_sync"):
         yield
         return
