@@ -71,6 +71,7 @@ docs: .venv/.dev
 	-$(PIP) install -q --no-deps triton  # its kernels run through its interpreter where there is no GPU
 	-$(PIP) install -q -c constraints.txt -e '.[peers]'  # pages on peers that are absent are skipped, with the reason
 	-$(PIP) install -q -c constraints.txt -e '.[trainers]'  # tests of callbacks whose library is absent are skipped
+	-$(PIP) install -q -c constraints.txt -e '.[ray]'  # so is the test on a cluster
 	touch $@ .venv/.core
 
 .venv/.bench: .venv/.core

@@ -24,6 +24,7 @@ collect_ignore = [] if importlib.util.find_spec("lightning") else ["src/unsum/in
 TOGETHER = {
     "tests/test_demo.py": "demo",
     "tests/test_clip_ranks.py": "ranks",
+    "tests/test_index_ranks.py": "ranks",
     "tests/test_private_sampling.py": "ranks",
     "tests/test_ranks.py": "ranks",
     "tests/test_trainers_ranks.py": "ranks",

@@ -9,7 +9,7 @@ from torch import nn
 
 import unsum
 from curvature_nets import ALL, Batches, Examples, classified, ids, mlp, numbers
-from unsum.errors import OptionError, SamplesError, UnsumError, UnsupportedError
+from unsum.errors import OptionError, SamplesError, UnsupportedError
 from unsum.index import alike
 
 X, Y = numbers(0, 23, 4), ids(1, 23, high=3)
@@ -211,77 +211,22 @@ def test_several_processes_build_parts(tmp_path):
     assert bytes_of(tmp_path / "i") == bytes_of(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("fault", ["a bit", "truncated", "missing", "empty"])
-def test_a_damaged_shard_is_named_and_built_anew(fault, tmp_path):
-    i = built(tmp_path / "i")
-    before, shard = bytes_of(tmp_path / "i"), tmp_path / "i" / "shard-000001.safetensors"
-    data = bytearray(shard.read_bytes())
-    if fault == "a bit":
-        data[-5] ^= 1
-    shard.write_bytes(bytes(data[: {"truncated": -7, "empty": 0}.get(fault, len(data))]))
-    if fault == "missing":
-        shard.unlink()
-    assert i.verify() == ["shard-000001.safetensors"]
-    if fault != "a bit":
-        with pytest.raises(OptionError, match="shard-000001"):
-            i.rows(0, 23)
-    assert built(tmp_path / "i").verify() == [] and bytes_of(tmp_path / "i") == before
-
-
-@pytest.mark.parametrize("call", ["fsync", "replace", "write"])
-@pytest.mark.parametrize("at", [1, 2, 3, 5])
-def test_a_write_that_fails_loses_nothing(call, at, tmp_path, monkeypatch):
-    from unsum.index import store
-
-    built(tmp_path / "whole")
-    count = 0
-    real = {"fsync": store.os.fsync, "replace": store.os.replace}
-
-    def failing(*given):
-        nonlocal count
-        count += 1
-        if count == at:
-            raise OSError(28, "No space left on device")
-        return real[call](*given)
-
-    if call == "write":
-
-        class Full:
-            def __init__(self, file):
-                self.file = file
-
-            def __getattr__(self, name):
-                return getattr(self.file, name)
-
-            def __enter__(self):
-                return self
-
-            def __exit__(self, *error):
-                self.file.close()
-
-            def write(self, data):
-                nonlocal count
-                count += 1
-                if count == at:
-                    self.file.write(data[: len(data) // 2])
-                    raise OSError(28, "No space left on device")
-                return self.file.write(data)
-
-        opened = store.Path.open
-
-        def open_full(path, *given, **named):
-            file = opened(path, *given, **named)
-            return Full(file) if given == ("wb",) else file
-
-        monkeypatch.setattr(store.Path, "open", open_full)
-    else:
-        monkeypatch.setattr(store.os, call, failing)
-    with pytest.raises(UnsumError, match="No space left"):
-        built(tmp_path / "i")
-    monkeypatch.undo()
-    built(tmp_path / "i")
+def test_an_array_of_jobs(tmp_path):
+    built(tmp_path / "whole", shard_size=None, shards=10)
+    for number in (9, 8, 7, 0, 2, 4, 6, 1, 3):  # ten shards of 23 examples are eight of three: two have nothing to do
+        with pytest.raises(OptionError, match="not done"):
+            built(tmp_path / "i", shard_size=None, shards=10, shard=number)
+    with pytest.raises(OptionError, match="shard=10: there are 8"):
+        built(tmp_path / "i", shard_size=None, shards=10, shard=10)
+    with pytest.raises(OptionError, match="shards=5, and it has 8"):
+        built(tmp_path / "i", shard_size=None, shards=5, shard=0)
+    built(tmp_path / "i", shard_size=None, shards=10, shard=5)
     assert bytes_of(tmp_path / "i") == bytes_of(tmp_path / "whole")
-    assert not list((tmp_path / "i").glob(".*.part"))
+
+
+def test_shards_are_of_whole_batches_unless_somebody_says_otherwise(tmp_path):
+    i = built(tmp_path / "i", shard_size=None, batch_size=5)
+    assert [shard["rows"] for shard in i.info["shards"]] == [5, 5, 5, 5, 3]
 
 
 def test_a_second_builder_is_told(tmp_path):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from typing import Any
 
 import unsum
 from unsum.command import TARGET, aside, command, count, written
-from unsum.errors import OptionError
-from unsum.target import call, everything
+from unsum.target import everything, task
 
 _TASK = (
     "module:function or file.py:function that returns (model, loss_fn, data), or (model, loss_fn, data, options), a "
@@ -82,24 +80,9 @@ def _part(text: str) -> tuple[int, int]:
     return int(number), int(many)
 
 
-def _task(target: str) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """(model, loss_fn, data, options)."""
-    made = call(target)
-    if not isinstance(made, tuple | list) or len(made) not in (3, 4) or (len(made) == 4 and not _is_options(made[3])):
-        raise OptionError(
-            f"{target} must return (model, loss_fn, data), or (model, loss_fn, data, options) with a dict of options"
-        )
-    model, loss_fn, data, options = (*made, {})[:4]
-    return model, loss_fn, data, dict(options)
-
-
-def _is_options(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
-
-
 def _build(arguments: argparse.Namespace) -> None:
     with aside():
-        model, loss_fn, data, options = _task(arguments.target)
+        model, loss_fn, data, options = task(arguments.target)
         given = {
             name: getattr(arguments, name)
             for name in ("project", "seed", "sketches", "dtype", "tokens", "batch_size", "batch_tokens", "shard_size",
@@ -117,7 +100,7 @@ def _build(arguments: argparse.Namespace) -> None:
 def _query(arguments: argparse.Namespace) -> None:
     with aside():
         model, loss_fn, batch = everything(arguments.target)
-        data, options = (None, {}) if arguments.data is None else _task(arguments.data)[2:]
+        data, options = (None, {}) if arguments.data is None else task(arguments.data)[2:]
         opened = unsum.index.open(arguments.path, data, collate=options.get("collate"))
         hits = opened.query(
             model, loss_fn, batch, arguments.k, arguments.score,

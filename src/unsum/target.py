@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,6 +33,24 @@ def everything(target: str) -> Made:
     if not callable(loss_fn):
         raise OptionError(f"{target} must return (model, loss_fn, batch); its second is {_kind(loss_fn)}, no function")
     return model, loss_fn, batch
+
+
+def task(target: str | Callable[[], Any]) -> tuple[nn.Module, Any, Any, dict[str, Any]]:
+    """(model, loss_fn, data, options) for `unsum.index.build`, from a function or the name of one; options, a dict, may
+    be missing."""
+    made = call(target) if isinstance(target, str) else target()
+    is_one = isinstance(made, tuple | list) and len(made) in (3, 4) and (len(made) == 3 or _is_options(made[3]))
+    if not is_one:
+        name = target if isinstance(target, str) else getattr(target, "__name__", "the function")
+        raise OptionError(
+            f"{name} must return (model, loss_fn, data), or (model, loss_fn, data, options) with a dict of options"
+        )
+    model, loss_fn, data, options = (*made, {})[:4]
+    return model, loss_fn, data, dict(options)
+
+
+def _is_options(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
 def model_of(target: str) -> nn.Module:

@@ -23,6 +23,7 @@ from unsum.index.ranks import Ranks
 from unsum.index.rate import Rate
 from unsum.index.texts import Source
 from unsum.progress import progress
+from unsum.seams.sharding import OtherRankFailed
 
 
 def build(
@@ -111,11 +112,13 @@ def build(
         ranks=ranks, tokens=tokens, ids=ids, text=text,
     )  # fmt: skip
     with contextlib.ExitStack() as held:
-        ranks.from_first(lambda: _lock(held, folder, alone=shard is None and part is None))
+        _lock(held, folder, ranks, alone=shard is None and part is None)
         builder.prepare(shard_size, shards)
-        _fill(builder, _own(builder, shard, part, ranks), ranks)
-        builder.come_along()
-        ranks.wait()
+        own = _own(builder, shard, part, ranks, shards)
+        try:
+            ranks.together(lambda: _work(builder, own, ranks), builder.is_out_of_reach)
+        finally:
+            ranks.forget(folder)
         is_whole = ranks.from_first(builder.finish)
     if not is_whole and shard is None and part is None:
         raise OptionError(f"{folder}: a shard vanished while the others were built; call build again")
@@ -152,13 +155,26 @@ def _folder(path: str | os.PathLike[str]) -> Path:
     return folder
 
 
-def _lock(held: contextlib.ExitStack, folder: Path, *, alone: bool) -> None:
-    held.enter_context(locks.building(folder, alone=alone))
-    if alone:
-        store.sweep(folder)
+def _lock(held: contextlib.ExitStack, folder: Path, ranks: Ranks, *, alone: bool) -> None:
+    """One process holds the folder for itself. Ranks hold it together, after the first has seen that nobody else does:
+    so a run is not begun while a rank of an earlier one is still alive."""
+
+    def first() -> None:
+        with contextlib.ExitStack() as until:
+            until.enter_context(locks.building(folder, alone=alone))
+            if alone:
+                store.sweep(folder)
+            if ranks.count == 1:
+                held.push(until.pop_all())
+
+    ranks.from_first(first)
+    if ranks.count > 1:
+        ranks.together(lambda: held.enter_context(locks.building(folder, alone=False)))
 
 
-def _own(builder: Builder, shard: int | None, part: tuple[int, int] | None, ranks: Ranks) -> Sequence[int] | None:
+def _own(
+    builder: Builder, shard: int | None, part: tuple[int, int] | None, ranks: Ranks, shards: int | None
+) -> Sequence[int] | None:
     """The shards that this process makes; None: one after the other, until the data ends."""
     known = builder.cut.shards()
     if known is None:
@@ -166,14 +182,32 @@ def _own(builder: Builder, shard: int | None, part: tuple[int, int] | None, rank
             raise OptionError("build: several processes need data that knows how long it is (len())")
         return None
     if shard is not None:
-        if shard >= known:
+        if shard >= max(known, shards or 0):
             raise OptionError(f"shard={shard}: there are {known}, from 0 on")
-        return [shard]
+        return [shard] if shard < known else []  # shards=100 of 150 examples are 75 of two examples each
     if part is not None:
         return range(part[0], known, part[1])
     if ranks.count == 1:
         return range(known)
-    return ranks.from_first(lambda: builder.missing(range(known)))[ranks.rank :: ranks.count]
+    missing = ranks.from_first(lambda: builder.missing(range(known)))
+    return missing[ranks.rank :: ranks.count]
+
+
+def _work(builder: Builder, own: Sequence[int] | None, ranks: Ranks) -> None:
+    """Make what is missing; a rank that is done helps the others."""
+    try:
+        _fill(builder, own, ranks)
+        if ranks.count > 1:
+            for number in range(builder.cut.shards() or 0):
+                if builder.missing([number]):
+                    builder.make(number, lambda *_: ranks.listen(builder.folder), others=True)
+        builder.come_along()
+    except OtherRankFailed:
+        raise
+    except Exception as error:
+        ranks.tell(builder.folder)
+        builder.tell_failed(error)
+        raise
 
 
 def _fill(builder: Builder, own: Sequence[int] | None, ranks: Ranks) -> None:
@@ -181,11 +215,12 @@ def _fill(builder: Builder, own: Sequence[int] | None, ranks: Ranks) -> None:
     size, total = builder.cut.size, builder.cut.total
     work = None if own is None or total is None else sum(min(size, total - number * size) for number in own)
     rate = Rate(work, builder.cut.unit)
-    label = "index" if ranks.count == 1 else f"index ({ranks.count} processes)"
+    label = "index" if ranks.count == 1 else f"index (1 of {ranks.count} processes)"
     shown = None if ranks.rank == 0 else False
     line: progress[Any] = progress(iter(()) if work is None else work, label, shown=shown)
 
     def advance(examples: int, size: int) -> None:
+        ranks.listen(builder.folder)
         rate.add(examples, size)
         line.step(by=examples)
         line.show(str(rate))
@@ -193,7 +228,7 @@ def _fill(builder: Builder, own: Sequence[int] | None, ranks: Ranks) -> None:
     with line:
         for number in count() if own is None else own:
             if builder.missing([number]):
-                if not builder.make(number, advance):
+                if not builder.make(number, advance, others=ranks.count > 1) and own is None:
                     break
             elif work is not None and total is not None:
                 rate.before(min(size, total - number * size))

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from unsum.curvature import Curvature
-from unsum.errors import OptionError, SamplesError, UnsupportedError
+from unsum.errors import OptionError, SamplesError, UnsumError, UnsupportedError
 from unsum.fingerprint import content
 from unsum.index import locks, plan, store, texts
 from unsum.index.data import Cut, Part
 from unsum.index.journal import Journal, Record
 from unsum.index.maker import Maker
 from unsum.index.ranks import Ranks
-from unsum.seams.sharding import on_any_rank
+from unsum.seams.sharding import is_sharded, on_any_rank, tell_failed
 
 
 class Builder:
@@ -30,7 +30,7 @@ class Builder:
         self.folder, self._maker, self.cut, self._dtype = folder, maker, cut, dtype
         self._curvature, self._tokens, self._ids, self._text = curvature, tokens, ids, text
         self.plan: Mapping[str, Any] = {}
-        self._ranks = ranks
+        self._ranks, self._is_stepping = ranks, False
         cut.needs_lengths = tokens
         # A build that goes on looks at the ends of its shards. Once it is complete, calling it again is a repair: every
         # byte is read.
@@ -38,33 +38,48 @@ class Builder:
 
     def prepare(self, shard_size: int | None, shards: int | None) -> None:
         """Make the plan, or compare with the one that is there."""
-        asked = plan.wanted(self._maker, self.cut, self._dtype, tokens=self._tokens)
-        asked["texts"] = {"ids": self._ids is not None, "text": self._text is not None}
+        asked = self._ranks.together(self._asked)
+        self._ranks.same(asked, self._differ)
         known = self._ranks.from_first(self._known)
         if known is None:
-            known = plan.make(asked, self._maker, self.cut, shard_size, shards)
-            self._ranks.from_first(lambda: self._keep(known))
-        else:
-            plan.refuse_other(self.folder, known, asked, shard_size)
-            self._maker.keep(known["columns"])
+            made = self._ranks.together(lambda: plan.make(asked, self._maker, self.cut, shard_size, shards))
+            known = self._ranks.from_first(lambda: self._keep(made))
+        self._ranks.together(lambda: plan.refuse_other(self.folder, known, asked, self.cut, shard_size, shards))
+        self._maker.keep(known["columns"])
         self.plan = known
         self.cut.size = known["cut"]["size"]
-        self._refuse_other_rows()
+        self._ranks.together(self._refuse_other_rows)
+
+    def _asked(self) -> dict[str, Any]:
+        asked = plan.wanted(self._maker, self.cut, self._dtype, tokens=self._tokens)
+        asked["texts"] = {"ids": self._ids is not None, "text": self._text is not None}
+        return asked
+
+    def _differ(self, rank: int, first: Mapping[str, Any], other: Mapping[str, Any]) -> Exception:
+        return OptionError(
+            f"build: the ranks do not ask for the same index. Rank {rank} beside rank 0: "
+            f"{plan.difference(first, other)}.\n  give every rank the same model and all of the data; build divides it"
+        )
 
     def _known(self) -> dict[str, Any] | None:
-        known = store.read_json(self.folder, store.PLAN)
-        if known is None and (any(self.folder.glob("shard-*")) or (self.folder / store.MANIFEST).exists()):
+        is_begun = any(self.folder.glob("shard-*")) or (self.folder / store.MANIFEST).exists()
+        known = store.read_json(
+            self.folder, store.PLAN
+        )  # after the look: who makes a shard has written the plan before
+        if known is None and is_begun:
             raise OptionError(f"{self.folder}: has shards and no {store.PLAN}; give another path")
         return known
 
-    def _keep(self, known: Mapping[str, Any]) -> None:
+    def _keep(self, made: dict[str, Any]) -> dict[str, Any]:
+        """Write the plan down, or take that of a process that came first."""
         with locks.short(self.folder, "plan"):
+            store.sweep(self.folder, f".{store.PLAN}.*.part", f".{store.CURVATURE}*")
             other = store.read_json(self.folder, store.PLAN)
-            if other is None:
-                plan.keep_curvature(self.folder, self._curvature)
-                store.write_json(self.folder, store.PLAN, known)
-            elif other != known:
-                raise OptionError(f"{self.folder}: another process has begun an index of something else here")
+            if other is not None:
+                return other
+            plan.keep_curvature(self.folder, self._curvature)
+            store.write_json(self.folder, store.PLAN, made)
+            return made
 
     def _refuse_other_rows(self) -> None:
         """Raise if the first batch of a shard that is there no longer gives the same rows: another loss_fn, other
@@ -95,15 +110,14 @@ class Builder:
         return [number for number in numbers if self._at(number) is None]
 
     def _at(self, number: int) -> store.Shard | None:
-        found = store.shard_at(self.folder, number, every_byte=self._is_complete)
-        if found is not None and texts.wanted(self.plan):
-            return found if texts.is_whole(self.folder, number, found.told["examples"]) else None
-        return found
+        return texts.shard_at(self.folder, number, self.plan, every_byte=self._is_complete)
 
-    def make(self, number: int, advance: Callable[[int, int], None]) -> bool:
+    def make(self, number: int, advance: Callable[[int, int], None], *, others: bool = False) -> bool:
         """Make a shard, or go on with it; False if there is no data for it. `advance(examples, bytes)` hears of each
-        batch."""
+        batch. With `others`, a shard that another process makes is left to it."""
         with locks.shard(self.folder, number) as got:
+            if not got and others:
+                return True
             if not got:
                 raise OptionError(
                     f"{self.folder}: another process makes shard {number}.\n  wait for it, or stop it; what it has "
@@ -111,6 +125,7 @@ class Builder:
                 )
             if self._at(number) is not None:
                 return True
+            store.sweep_shard(self.folder, number)
             journal = Journal(self.folder, number)
             is_done = False
             try:
@@ -129,7 +144,24 @@ class Builder:
         while on_any_rank(self._maker.model, False):
             first = first or self.cut.first()
             assert first is not None
-            self._maker.rows(first.batch, "build")
+            self._stepped(first, 0)
+
+    def tell_failed(self, error: Exception) -> None:
+        """Where parameters are spread over processes: the others are told that this one takes no more part."""
+        if not self.is_out_of_reach(error):
+            tell_failed(self._maker.model)
+
+    def is_out_of_reach(self, error: Exception) -> bool:
+        """Whether the others wait, by now, for a part of the model that this process will not send: a forward or a
+        backward broke off in the middle."""
+        return self._is_stepping and is_sharded(self._maker.model) and not isinstance(error, UnsumError)
+
+    def _stepped(self, part: Part, first: int) -> Tensor:
+        """The rows of a batch, of a forward and backward in which every process takes part."""
+        self._is_stepping = True
+        found = self._maker.rows(part.batch, "build", first)
+        self._is_stepping = False
+        return found
 
     def _filled(
         self, number: int, journal: Journal, advance: Callable[[int, int], None]
@@ -162,7 +194,7 @@ class Builder:
         """What is stored of a batch: rows and scales, and `order`, where each row belongs in the shard."""
         first = number * self.cut.size + (min(part.numbers) if part.numbers else before)
         on_any_rank(self._maker.model, True)
-        rows = self._maker.rows(part.batch, "build", first)
+        rows = self._stepped(part, first)
         found: dict[str, Tensor] = {}
         if self._tokens:
             rows, found = self._by_token(rows, part, before)
@@ -198,12 +230,12 @@ class Builder:
             order = tensors.pop("order")
             if not bool((order[1:] > order[:-1]).all()):
                 tensors = {name: value[order.argsort()] for name, value in tensors.items()}
-        if named:
-            texts.write(self.folder, number, named)
         told = {
             "dtype": self._dtype, "number": number, "data": content([record.content for record in made]),
             "examples": self._examples(tensors),
         }  # fmt: skip
+        if named:
+            told["texts"] = texts.write(self.folder, number, named)
         store.write_shard(self.folder, number, tensors, told)
 
     def _examples(self, tensors: Mapping[str, Tensor]) -> int:
@@ -216,6 +248,9 @@ class Builder:
         count = self.cut.shards()
         shards = []
         with locks.short(self.folder, "finish"):
+            store.sweep(self.folder, f".{store.MANIFEST}.*.part")
+            if count is not None and sum(1 for _ in self.folder.glob("shard-*")) < count:
+                return False  # before any is opened: every process of an array of jobs comes here
             for number in range(count) if count is not None else _forever():
                 try:
                     shard = store.Shard(self.folder, number)
@@ -234,9 +269,18 @@ class Builder:
                 raise SamplesError("build: the data is empty")
             examples = sum(shard["examples"] for shard in shards)
             manifest = {**self.plan, "shards": shards, "rows": rows, "examples": examples}
-            if store.read_json(self.folder, store.MANIFEST) != manifest:
+            if self._manifest() != manifest:
                 store.write_json(self.folder, store.MANIFEST, manifest)
+            for number in range(len(shards)):  # who was killed between a shard and its journal's end leaves the journal
+                Journal.remove(self.folder, number)
         return True
+
+    def _manifest(self) -> dict[str, Any] | None:
+        """The one that is there; a damaged one is written anew."""
+        try:
+            return store.read_json(self.folder, store.MANIFEST)
+        except OptionError:
+            return None
 
 
 def _forever() -> Iterator[int]:

@@ -8,6 +8,7 @@ be missing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import time
@@ -36,8 +37,9 @@ class Journal:
     """The records of a shard, in the order of its batches."""
 
     def __init__(self, folder: Path, number: int) -> None:
-        self._folder, self._path = folder, folder / f".shard-{number:06d}.rows"
-        self._file = self._path.open("ab+")
+        self._path = _path(folder, number)
+        with telling(self._path):
+            self._file = self._path.open("ab+")
         self._synced = time.monotonic()
 
     def records(self) -> Iterator[Record]:
@@ -47,15 +49,16 @@ class Journal:
         while (record := self._next()) is not None:
             good = self._file.tell()
             yield record
-        self._file.truncate(good)
-        self._file.seek(good)
+        with telling(self._path):
+            self._file.truncate(good)
+            self._file.seek(good)
 
     def _next(self) -> Record | None:
         head = self._file.read(_HEAD.size)
         if len(head) < _HEAD.size:
             return None
         size, checksum = _HEAD.unpack(head)
-        if size > self._path.stat().st_size:
+        if not 0 < size <= self._path.stat().st_size:  # after a loss of power, a file may end in zeros
             return None
         data = self._file.read(size)
         if len(data) < size or zlib.crc32(data) != checksum:
@@ -73,10 +76,18 @@ class Journal:
                 os.fsync(self._file.fileno())
                 self._synced = time.monotonic()
 
+    @staticmethod
+    def remove(folder: Path, number: int) -> None:
+        """The journal of a shard that is there, if it was left."""
+        _path(folder, number).unlink(missing_ok=True)
+
     def close(self, *, done: bool) -> None:
         """`done`: the shard is there, and this file no longer needed."""
-        try:
+        with contextlib.suppress(OSError):  # of a write that has failed, and was told
             self._file.close()
-        finally:
-            if done:
-                self._path.unlink(missing_ok=True)
+        if done:
+            self._path.unlink(missing_ok=True)
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f".shard-{number:06d}.rows"

@@ -12,9 +12,10 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from unsum.errors import OptionError, UnsupportedError
+from unsum.index.store import telling
 
 
 @contextlib.contextmanager
@@ -53,7 +54,9 @@ def _locked(path: Path, *, shared: bool, wait: bool = False) -> Iterator[bool]:
         fcntl: Any = importlib.import_module("fcntl")
     except ImportError as error:
         raise UnsupportedError("builds lock their folder by fcntl, which this system does not have") from error
-    with path.open("a+") as file:
+    with telling(path):
+        opened = path.open("a+")
+    with opened as file:
         try:
             fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
@@ -65,12 +68,17 @@ def _locked(path: Path, *, shared: bool, wait: bool = False) -> Iterator[bool]:
                 "folder when it is done"
             ) from error
         if not shared:
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            file.flush()
+            _say(file, f"process {os.getpid()} on {socket.gethostname()}")
         yield True
         if not shared:
-            file.truncate(0)
+            _say(file, "")
+
+
+def _say(file: IO[str], text: str) -> None:
+    """In the file that is locked, by its own handle: on NFS, closing another handle of it would end the lock."""
+    with contextlib.suppress(OSError):  # a full disk: the lock is held all the same
+        os.ftruncate(file.fileno(), 0)
+        os.write(file.fileno(), text.encode())
 
 
 def _holder(path: Path) -> str:

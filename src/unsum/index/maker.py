@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from unsum.index import store
 from unsum.index.reducers import TokenRows
 from unsum.index.sketch import Leading, Projected, Sketch
 from unsum.reducers import Norms
-from unsum.seams.sharding import is_sharded, local, whole
+from unsum.seams.sharding import local, whole
 
 Params = str | Sequence[str] | None
 
@@ -60,7 +60,9 @@ class Maker:
         reducer = self.sketch.rows()
         if not isinstance(reducer, TokenRows):
             return
-        with alone("build"), gradients(self.model, reducer, samples=samples, params=self._params, grad=False):
+        with alone("build"), _unsynchronised(self.model), gradients(
+            self.model, reducer, samples=samples, params=self._params, grad=False
+        ):  # fmt: skip
             losses_of(self._loss_fn, self.model, batch, 0, "build", are_samples=samples is None).sum().backward()
         self.keep([name for name in self.sketch.columns if name not in reducer.left_out])
 
@@ -71,11 +73,9 @@ class Maker:
         if not self.sketch.columns:
             raise SamplesError("tokens=True: no parameter has a gradient for each position of the input")
 
-    def audit(self, batch: Any) -> float | None:
-        """How far the sum of the samples' gradients is from plain autograd's, on one batch, relative to it. None where
-        parameters are spread over processes: there unsum's own comparison of what arrives is all."""
-        if is_sharded(self.model):
-            return None
+    def audit(self, batch: Any) -> float:
+        """How far the sum of the samples' gradients is from plain autograd's, on one batch, relative to it. Where
+        parameters are spread over processes, each looks at the whole of them, and all at the same batch."""
         samples = samples_of(self._samples, batch)
         with _unsynchronised(self.model), gradients(
             self.model, samples=samples, params=self._params, grad=False
@@ -135,10 +135,22 @@ def parameters_of(model: nn.Module, params: str | Sequence[str]) -> dict[str, Te
     return found
 
 
-def _unsynchronised(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """DDP waits for other processes in every backward unless it is told not to; here each has batches of its own."""
-    quiet: Any = getattr(model, "no_sync", None)
-    return contextlib.nullcontext() if quiet is None else quiet()
+@contextlib.contextmanager
+def _unsynchronised(model: Any) -> Iterator[None]:
+    """DDP waits for others in every backward, and in a forward for their buffers, unless it is told not to. Here
+    each process has batches of its own, and perhaps none."""
+    if not hasattr(model, "no_sync"):
+        yield
+        return
+    before = getattr(model, "require_forward_param_sync", None)
+    with model.no_sync():
+        if before is not None:
+            model.require_forward_param_sync = False
+        try:
+            yield
+        finally:
+            if before is not None:
+                model.require_forward_param_sync = before
 
 
 def _gathered(parameter: Tensor) -> Tensor:

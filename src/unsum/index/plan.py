@@ -3,6 +3,7 @@ build goes on."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,7 +41,7 @@ def make(asked: dict[str, Any], maker: Maker, cut: Cut, shard_size: int | None, 
     many = rows.shape[:-1].numel() / max(examples if cut.unit == "examples" else 1, 1)  # rows of an example, or batch
     by_bytes = max(1, int(_BYTES // max(many * maker.sketch.width * _bytes(asked["dtype"]), 1)))
     audit = maker.audit(first.batch)
-    if audit is not None and audit > 1e-2:
+    if audit > 1e-2:
         raise UnsupportedError(
             f"build: the gradients of the samples do not add up to .grad (off by {audit:.1e}).\n"
             "  unsum.check(model, loss_fn, batch) says where"
@@ -69,15 +70,26 @@ def _size(cut: Cut, by_bytes: int, size: int | None, shards: int | None) -> int:
     return max(1, min(by_bytes, -(-max(wanted, cut.least) // cut.least) * cut.least))
 
 
-def refuse_other(folder: Path, known: Mapping[str, Any], asked: Mapping[str, Any], size: int | None) -> None:
+def refuse_other(
+    folder: Path, known: Mapping[str, Any], asked: Mapping[str, Any], cut: Cut, size: int | None, shards: int | None
+) -> None:
     """Raise if the folder has an index of something else; the message says what differs."""
-    different = [_words(key, known.get(key), value) for key, value in asked.items() if known.get(key) != value]
-    if size is not None and known["cut"]["size"] != size:
-        different.append(f"shard_size={size}, and it has {known['cut']['size']}")
+    different = difference(known, asked)
+    has = known["cut"]["size"]
+    if size is not None and has != size:
+        different = "; ".join(filter(None, (different, f"shard_size={size}, and it has {has}")))
+    if shards is not None and cut.total is not None and has != max(1, -(-cut.total // shards)):
+        there = -(-cut.total // has)
+        different = "; ".join(filter(None, (different, f"shards={shards}, and it has {there}")))
     if different:
         raise OptionError(
-            f"{folder}: an index of something else: {'; '.join(different)}.\n  give the same arguments, or another path"
+            f"{folder}: an index of something else: {different}.\n  give the same arguments, or another path"
         )
+
+
+def difference(known: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
+    """What differs, in words; nothing if all is the same."""
+    return "; ".join(_words(key, known.get(key), value) for key, value in asked.items() if known.get(key) != value)
 
 
 def _words(key: str, known: Any, given: Any) -> str:
@@ -99,6 +111,12 @@ def _bytes(dtype: str) -> int:
 
 
 def keep_curvature(folder: Path, curvature: Curvature | None) -> None:
-    """The curvature beside the rows, for queries."""
-    if curvature is not None and not (folder / store.CURVATURE).exists():
-        curvature.save(folder / store.CURVATURE)
+    """The curvature beside the rows, for queries. It is there before the plan that speaks of it."""
+    if curvature is None:
+        return
+    beside = folder / f".{store.CURVATURE}.part"
+    with store.telling(folder / store.CURVATURE):
+        curvature.save(beside)
+        store.sync(beside)
+        os.replace(beside, folder / store.CURVATURE)
+        store.sync(folder)

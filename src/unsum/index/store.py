@@ -170,20 +170,26 @@ def telling(path: Path) -> Iterator[None]:
         ) from error
 
 
-def sync(folder: Path) -> None:
-    """Wait until the names in a folder have reached the disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, have reached the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
 
 
-def sweep(folder: Path) -> None:
-    """Remove what processes that were killed had begun to write."""
-    for path in (*folder.glob(".*.part"), *folder.glob(".shard-*.lock")):
-        with contextlib.suppress(OSError):
-            path.unlink()
+def sweep(folder: Path, *patterns: str) -> None:
+    """Remove what processes that were killed had begun to write; all of it, or what these patterns name."""
+    for pattern in patterns or (".*.part", ".shard-*.lock", ".failed"):
+        for path in folder.glob(pattern):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def sweep_shard(folder: Path, number: int) -> None:
+    """Remove what processes that were killed had begun to write of a shard; by who holds its lock."""
+    sweep(folder, f".{shard_name(number)}.*.part", f".{texts_name(number)}.*.part")
 
 
 def needed(name: str, extra: str = "index") -> Any:

@@ -125,6 +125,6 @@ class Stored:
         told, shard = self.info["shards"][number], store.shard_at(self.folder, number)
         if shard is None or shard.told["crc"] != told["crc"] or shard.rows != told["rows"]:
             return str(told["file"])
-        if texts.wanted(self.info) and not texts.is_whole(self.folder, number, told["examples"]):
+        if texts.wanted(self.info) and not texts.is_whole(self.folder, number, shard.told["texts"]):
             return store.texts_name(number)
         return None

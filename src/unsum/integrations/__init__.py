@@ -1,4 +1,4 @@
-"""Trainers that people have: `unsum.integrations.transformers` and `unsum.integrations.lightning`.
+"""Trainers and clusters that people have: `unsum.integrations.transformers`, `.lightning` and `.ray`.
 
 Each is imported when it is first used, and says what to install where its library is missing.
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-_KNOWN = ("transformers", "lightning")
+_KNOWN = ("transformers", "lightning", "ray")
 
 
 def __getattr__(name: str) -> ModuleType:

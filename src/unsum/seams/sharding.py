@@ -9,12 +9,23 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from unsum.errors import UnsumError
+
 POST_BACKWARD = "RegisterPostBackwardFunctionBackward"  # the node that averages gradients; it hands them on as they are
+
+
+_FAILED = 2  # told instead of 0 or 1 where the processes agree on what is needed
+_HEARD = timedelta(seconds=60)  # how long a process that fails waits for the others to hear of it
+
+
+class OtherRankFailed(UnsumError):
+    """Another process has failed, and says so."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +92,27 @@ def whole(model: nn.Module) -> Iterator[None]:
 
 def on_any_rank(model: nn.Module, needed: bool) -> bool:
     """Whether any process needs something: one collective, in which all take part; of a model that is not spread over
-    processes, this process alone."""
+    processes, this process alone. Raises `OtherRankFailed` where another process comes by `tell_failed`."""
     if not is_sharded(model) or torch.distributed.get_world_size() == 1:
         return needed
-    flag = torch.tensor([int(needed)], device=next(iter(sharded_parameters(model).values())).part.device)
+    flag = _flag(model, int(needed))
     torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+    if int(flag.item()) == _FAILED:
+        raise OtherRankFailed("another rank failed")
     return bool(flag.item())
+
+
+def tell_failed(model: nn.Module) -> None:
+    """This process goes no further: the others hear of it when they next ask `on_any_rank`."""
+    if is_sharded(model) and torch.distributed.get_world_size() > 1:
+        flag = _flag(model, _FAILED)
+        told: Any = torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, async_op=True)
+        with contextlib.suppress(RuntimeError):  # they are elsewhere: they will hear when this process ends
+            told.wait(_HEARD)
+
+
+def _flag(model: nn.Module, value: int) -> Tensor:
+    return torch.tensor([value], device=next(iter(sharded_parameters(model).values())).part.device)
 
 
 def part_of(value: Tensor, part: nn.Parameter) -> Tensor:

@@ -1,0 +1,163 @@
+"""Ray: `build`, which makes the shards of an index as tasks of a cluster."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from unsum.errors import NotInstalled, OptionError, UnsumError
+from unsum.index import store, texts
+from unsum.index.build import build as build_here
+from unsum.progress import progress
+from unsum.target import split, task
+
+Make = Callable[[], Any] | str
+
+_NOTHING = (1 << 62, (1 << 62) + 1)  # part= of a build that makes the plan, or the manifest, and no shard
+_made: dict[str, tuple[Any, ...]] = {}  # in a worker: what `make` gave for a build, so that it is called once
+
+
+def build(
+    make: Make,
+    path: str | os.PathLike[str],
+    *,
+    workers: int | None = None,
+    retries: int = 3,
+    resources: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    """Build an index on a Ray cluster: one task for each shard that is missing.
+
+    A task whose worker dies is run again by Ray in another worker, and goes on with the next batch of its shard. Called
+    again, `build` makes the shards that are still missing. The index is the one that `unsum.index.build` makes in one
+    process. If Ray is not initialized (`ray.init()`), it is started on this machine.
+
+    Args:
+        make: A function that returns (model, loss_fn, data), or (model, loss_fn, data, options) with a dict of options
+            of `unsum.index.build`; or its name, "file.py:function" or "module:function". Each worker process calls it
+            once.
+        path: The folder, on a file system that all machines share.
+        workers: How many tasks run at a time; None: as many as the cluster has room for.
+        retries: How often a task is run again after its worker died.
+        resources: Options of Ray's tasks, for example {"num_gpus": 1}; None: one CPU.
+        options: Options of `unsum.index.build`. They take precedence over those that `make` returns.
+
+    Examples:
+        >>> import unsum
+        >>> unsum.integrations.ray.build("train.py:setup", "index", resources={"num_gpus": 1})  # doctest: +SKIP
+    """
+    ray = _ray()
+    _refuse(make, workers, retries, resources, options)
+    if not ray.is_initialized():
+        ray.init(include_dashboard=False, log_to_driver=False)
+    given = (uuid.uuid4().hex, ray.put(_absolute(make)), str(Path(path).resolve()), ray.put(options))
+    how = {"max_retries": retries, **({"num_cpus": 1} if resources is None else resources)}
+    found = _answer(ray, ray.remote(_missing).options(**how).remote(*given), "the plan")
+    _run(ray, ray.remote(_shard).options(**how), found, workers, given)
+    if not _answer(ray, ray.remote(_finished).options(**how).remote(*given), "the manifest"):
+        raise UnsumError(f"{path}: a shard vanished while the others were built; call build again")
+
+
+# ---- in the process that calls `build` -------------------------------------------------------------------------------
+
+
+def _run(ray: Any, run: Any, missing: list[int], workers: int | None, given: tuple[Any, ...]) -> None:
+    """All shards, so many at a time. The first error ends the others; what they have written stays."""
+    waiting = iter(missing)
+    running: dict[Any, int] = {}
+    line: progress[Any] = progress(len(missing), "index (shards, on Ray)")
+    try:
+        with line:
+            while True:
+                while len(running) < (workers or len(missing)) and (number := next(waiting, None)) is not None:
+                    running[run.remote(*given, number)] = number
+                if not running:
+                    return
+                done, _ = ray.wait(list(running), num_returns=1)
+                for each in done:
+                    _answer(ray, each, f"shard {running[each]}")
+                    del running[each]
+                    line.step()
+    finally:
+        for each in running:
+            ray.cancel(each, force=True)
+
+
+def _answer(ray: Any, task: Any, what: str) -> Any:
+    """What a task returns. Its error is raised as in one process."""
+    try:
+        return ray.get(task)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, UnsumError):
+            raise cause from None
+        raise
+    except ray.exceptions.RayError as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UnsumError(
+            f"build: the worker that made {what} died, more often than retries= allows: {reason}\n"
+            "  what was written stays: find out why (memory?), and call build again"
+        ) from error
+
+
+def _refuse(make: Any, workers: Any, retries: Any, resources: Any, options: Mapping[str, Any]) -> None:
+    if not callable(make) and not isinstance(make, str):
+        raise OptionError(f"make={make!r}: a function, or the name of one, such as 'train.py:setup'")
+    for name, value, least in (("workers", workers, 1), ("retries", retries, 0)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise OptionError(f"{name}={value!r}: a whole number, {least} or more")
+    if retries is None:
+        raise OptionError("retries=None: a whole number, 0 or more")
+    if resources is not None and not isinstance(resources, Mapping):
+        raise OptionError(f"resources={resources!r}: a dict of options of Ray's tasks, such as {{'num_gpus': 1}}")
+    if not options.keys().isdisjoint(("shard", "part")):
+        raise OptionError("build on Ray makes all shards: shard= and part= are for processes that you start yourself")
+
+
+def _absolute(make: Make) -> Make:
+    """Workers have other working directories."""
+    if not isinstance(make, str):
+        return make
+    where, name = split(make)
+    return f"{Path(where).resolve()}:{name}" if where.endswith(".py") else make
+
+
+def _ray() -> Any:
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise NotInstalled("unsum.integrations.ray needs ray: pip install unsum[ray]") from error
+
+
+# ---- in the workers --------------------------------------------------------------------------------------------------
+
+
+def _missing(build: str, make: Make, path: str, options: dict[str, Any]) -> list[int]:
+    """Write the plan, or compare with it; the shards that are still to be made."""
+    _build(build, make, path, options, part=_NOTHING)
+    plan = store.read_json(Path(path), store.PLAN)
+    assert plan is not None
+    total = plan["data"]["examples"] if plan["cut"]["of"] == "examples" else plan["data"]["batches"]
+    numbers = range(-(-total // plan["cut"]["size"]))
+    return [number for number in numbers if texts.shard_at(Path(path), number, plan) is None]
+
+
+def _shard(build: str, make: Make, path: str, options: dict[str, Any], number: int) -> None:
+    _build(build, make, path, options, shard=number)
+
+
+def _finished(build: str, make: Make, path: str, options: dict[str, Any]) -> bool:
+    _build(build, make, path, options, part=_NOTHING)
+    return store.read_json(Path(path), store.MANIFEST) is not None
+
+
+def _build(build: str, make: Make, path: str, options: dict[str, Any], **which: Any) -> None:
+    if build not in _made:
+        _made.clear()  # the model of another build
+        _made[build] = task(make)
+    model, loss_fn, data, more = _made[build]
+    build_here(model, loss_fn, data, path, **(more | options | which))
