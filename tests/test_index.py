@@ -225,8 +225,10 @@ def test_an_array_of_jobs(tmp_path):
 
 
 def test_shards_are_of_whole_batches_unless_somebody_says_otherwise(tmp_path):
-    i = built(tmp_path / "i", shard_size=None, batch_size=5)
-    assert [shard["rows"] for shard in i.info["shards"]] == [5, 5, 5, 5, 3]
+    many = Examples(numbers(0, 700, 4), ids(1, 700, high=3))
+    i = built(tmp_path / "i", data=many, shard_size=None, batch_size=2)
+    assert [shard["rows"] for shard in i.info["shards"]] == [32] * 21 + [28]
+    assert len(built(tmp_path / "j", shard_size=None, batch_size=5).info["shards"]) == 1
 
 
 def test_a_second_builder_is_told(tmp_path):
