@@ -102,6 +102,15 @@ def test_padding_has_no_rows(tmp_path):
     assert positions.tolist() == [p for t in LENGTHS for p in range(t)]
 
 
+def test_tokens_are_not_lost_where_something_else_is_taken_for_their_number(tmp_path):
+    model, data = reader(), [(ids(k, 2), ids(k, 5)) for k in range(6)]
+    loss = lambda m, batch: m(batch[1]).square().flatten(1).sum(1)
+    with pytest.raises(SamplesError, match="length="):
+        unsum.index.build(model, loss, data, tmp_path / "i", tokens=True)
+    unsum.index.build(model, loss, data, tmp_path / "i", tokens=True, length=lambda example: len(example[1]))
+    assert len(unsum.index.open(tmp_path / "i")) == 30
+
+
 def test_examples_and_tokens_are_found_by_their_tokens_rows(tmp_path):
     model = reader()
     i = build(tmp_path / "t", model, UNEQUAL, tokens=True, collate=padded, batch_size=4, shard_size=8)

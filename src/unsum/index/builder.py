@@ -63,9 +63,8 @@ class Builder:
 
     def _known(self) -> dict[str, Any] | None:
         is_begun = any(self.folder.glob("shard-*")) or (self.folder / store.MANIFEST).exists()
-        known = store.read_json(
-            self.folder, store.PLAN
-        )  # after the look: who makes a shard has written the plan before
+        # Read after that look: who makes a shard has written the plan before.
+        known = store.read_json(self.folder, store.PLAN)
         if known is None and is_begun:
             raise OptionError(f"{self.folder}: has shards and no {store.PLAN}; give another path")
         return known
@@ -218,6 +217,12 @@ class Builder:
             )
         lengths = part.lengths if part.lengths is not None and max(part.lengths, default=0) <= t else [t] * n
         is_token = torch.arange(t) < torch.tensor(lengths)[:, None]
+        if bool(rows[~is_token].any()):
+            raise SamplesError(
+                f"build(tokens=True): the examples are taken to have {min(lengths)} to {max(lengths)} tokens, and "
+                "positions after their ends have gradients.\n  give length=, a function from an example to its number "
+                "of tokens; or mask the padding, if it is padding"
+            )
         numbers = torch.tensor(part.numbers if part.numbers is not None else range(before, before + n))
         examples = numbers[:, None].expand(n, t)[is_token]
         positions = torch.arange(t).expand(n, t)[is_token]
