@@ -79,7 +79,7 @@ class Builder:
             here = torch.isin(shard.tokens()[0], tensors["examples"])
         else:
             here = torch.zeros(len(stored), dtype=torch.bool)
-            here[torch.tensor(first.numbers) if first.numbers is not None else slice(len(tensors["rows"]))] = True
+            here[tensors["order"] if "order" in tensors else slice(len(tensors["rows"]))] = True
         known = (stored.float() * scales[:, None])[here]
         order = tensors["order"].argsort() if "order" in tensors else slice(None)
         made = (tensors["rows"].float() * tensors["scales"][:, None])[order]
@@ -113,9 +113,9 @@ class Builder:
             journal = Journal(self.folder, number)
             is_done = False
             try:
-                made, named = self._filled(number, journal, advance)
+                made, named, examples = self._filled(number, journal, advance)
                 if made:
-                    self._write(number, made, named)
+                    self._write(number, made, named, examples)
                 is_done = True
                 return bool(made)
             finally:
@@ -132,24 +132,24 @@ class Builder:
 
     def _filled(
         self, number: int, journal: Journal, advance: Callable[[int, int], None]
-    ) -> tuple[list[Record], list[texts.Named]]:
-        """What the batches of a shard give: from the journal what was done before."""
+    ) -> tuple[list[Record], list[texts.Named], int]:
+        """What the batches of a shard give, from the journal what was done before; and how many examples they have."""
         made = list(journal.records())
         named: list[texts.Named] = []
-        rows = 0
+        examples = 0
         for k, part in enumerate(self.cut.parts(number)):
             if k < len(made):
                 self._refuse_other_content(number, made[k], part)
             else:
-                record = Record(self._tensors(part, number, rows), content(part.batch))
+                record = Record(self._tensors(part, number, examples), content(part.batch))
                 journal.add(record)
                 made.append(record)
-            some = len(made[k].tensors["rows"])
+            some = self._examples(part, made[k], examples)
             if texts.wanted(self.plan):
                 named.append(texts.read(part, some, self._ids, self._text, number * self.cut.size))
-            rows += some
+            examples += some
             advance(1 if self.cut.unit == "batches" else len(part.examples or ()), _bytes(made[k]))
-        return made, named
+        return made, named, examples
 
     def _refuse_other_content(self, number: int, record: Record, part: Part) -> None:
         if record.content != content(part.batch):
@@ -158,20 +158,21 @@ class Builder:
             )
 
     def _tensors(self, part: Part, number: int, before: int) -> dict[str, Tensor]:
-        """What is stored of a batch: rows and scales, and `order`, where each row belongs in the shard."""
+        """What is stored of a batch, of whose shard so many examples came before: rows and scales; and `order`, where
+        each row belongs in the shard, if examples of like length were put together."""
         first = number * self.cut.size + (min(part.numbers) if part.numbers else before)
         on_any_rank(self._maker.model, True)
         rows = self._maker.rows(part.batch, "build", first)
         found: dict[str, Tensor] = {}
         if self._tokens:
             rows, found = self._by_token(rows, part, before)
-        elif part.numbers is not None and len(part.numbers) == len(rows):
+        elif part.is_sorted:
+            if len(part.numbers or ()) != len(rows):
+                raise UnsupportedError(
+                    f"build(batch_tokens=...): {len(part.numbers or ())} examples gave {len(rows)} rows, so that their "
+                    "order is lost when examples of like length are put together.\n  give batch_size= instead"
+                )
             found["order"] = torch.tensor(part.numbers)
-        elif part.numbers is not None and self.plan["data"]["batches"].get("tokens") is not None:
-            raise UnsupportedError(
-                f"build(batch_tokens=...): {len(part.numbers)} examples gave {len(rows)} rows, so that their order is "
-                "lost when examples of like length are put together.\n  give batch_size= instead"
-            )
         stored, scales = store.scaled(rows, store.DTYPES[self._dtype])
         return {"rows": stored.contiguous(), "scales": scales, **found}
 
@@ -191,7 +192,7 @@ class Builder:
         order = examples * (1 << 32) + positions
         return rows[is_token], {"examples": examples.int(), "positions": positions.int(), "order": order}
 
-    def _write(self, number: int, made: Sequence[Record], named: Sequence[texts.Named]) -> None:
+    def _write(self, number: int, made: Sequence[Record], named: Sequence[texts.Named], examples: int) -> None:
         tensors = {name: torch.cat([record.tensors[name] for record in made]) for name in made[0].tensors}
         if "order" in tensors:
             order = tensors.pop("order").argsort()
@@ -200,14 +201,18 @@ class Builder:
             texts.write(self.folder, number, named)
         told = {
             "dtype": self._dtype, "number": number, "data": content([record.content for record in made]),
-            "examples": self._examples(tensors),
+            "examples": examples,
         }  # fmt: skip
         store.write_shard(self.folder, number, tensors, told)
 
-    def _examples(self, tensors: Mapping[str, Tensor]) -> int:
+    def _examples(self, part: Part, record: Record, before: int) -> int:
+        """How many examples a batch has, after so many of its shard: also those that have no tokens count."""
         if not self._tokens:
-            return len(tensors["rows"])
-        return int(tensors["examples"].max()) + 1 if len(tensors["examples"]) else 0
+            return len(record.tensors["rows"])
+        if part.numbers is not None:
+            return len(part.numbers)
+        own = record.tensors["examples"]
+        return int(own.max()) + 1 - before if len(own) else 0
 
     def finish(self) -> bool:
         """Write the manifest if every shard is there."""

@@ -38,6 +38,7 @@ class Part:
     examples: Sequence[Any] | None = None  # as the data gives them, if it gives examples
     numbers: Sequence[int] | None = None  # where they stand in the shard; None: one after the other
     lengths: Sequence[int] | None = None  # how many positions each has, if that is known
+    is_sorted: bool = False  # whether examples of like length were put together
 
 
 class Cut(ABC):
@@ -119,6 +120,7 @@ class _Listed(Cut):
                     chosen,
                     [begin - shard * self.size + k for k in some],
                     None if lengths is None else [lengths[k] for k in some],
+                    self._tokens is not None,
                 )
 
     def _grouped(self, lengths: Sequence[int] | None, count: int) -> list[Sequence[int]]:
