@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 import unsum
-from curvature_nets import Examples, classified, ids, mlp, numbers
+from curvature_nets import Batches, Examples, classified, ids, mlp, numbers
 from test_index_tokens import EQUAL, TOKENS, UNEQUAL, build, padded, reader
+from unsum.errors import OptionError, SamplesError
 
 X, Y = numbers(0, 23, 4), ids(1, 23, high=3)
 
@@ -52,3 +53,66 @@ def test_packed_documents_of_which_one_batch_has_as_many_as_examples(tmp_path):
             )  # fmt: skip
         wanted = build(tmp_path / f"{size} whole", model, Examples(X[order], Y[order]), project=16)
         torch.testing.assert_close(unsum.index.open(folder).rows(0, 16), wanted.rows(0, 16))
+
+
+def test_padding_on_the_left_is_no_token_and_tokens_are_no_padding(tmp_path):
+    def left(examples):
+        tokens, labels = padded([(tokens.flip(0), labels.flip(0)) for tokens, labels in examples])
+        return tokens.flip(1), labels.flip(1)
+
+    with pytest.raises(OptionError, match="pad on the right"):
+        build(tmp_path / "i", reader(), UNEQUAL, collate=left, tokens=True)
+    short = [(torch.zeros(2), *pair) for pair in EQUAL]  # the first part of an example is not its tokens
+    loss = lambda model, batch: classified(model, batch[1:])
+    with pytest.raises(OptionError, match="give length="):
+        unsum.index.build(reader(), loss, short, tmp_path / "j", tokens=True)
+    unsum.index.build(reader(), loss, short, tmp_path / "k", tokens=True, length=lambda example: len(example[1]))
+    assert len(unsum.index.open(tmp_path / "k")) == TOKENS.numel()
+
+
+def not_finite(model, batch):
+    return classified(model, batch) + batch[0].flatten(1).sum(1) * 0
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_size": 3}, {"batch_size": 3, "shard_size": 7}, {"batch_size": 5, "shards": 9}]
+)
+@pytest.mark.parametrize("kind", ["list", "loader", "batches", "documents"])
+def test_an_example_that_is_not_finite_has_its_own_number(kind, options, tmp_path):
+    x = X.clone()
+    x[17, 1] = torch.nan
+    data = Examples(x, Y)
+    size = options.get("batch_size", 32)
+    if kind == "loader":
+        data = DataLoader(data, batch_size=size)
+    if kind == "batches":
+        data = Batches(*zip(x.split(size), Y.split(size), strict=True))
+        options = {name: value for name, value in options.items() if name != "shards"}
+    if kind == "documents":
+        options = options | {"samples": lambda batch: torch.arange(len(batch[0]))}
+    with pytest.raises(SamplesError, match=r"example 17 \("):
+        unsum.index.build(mlp(), not_finite, data, tmp_path / "i", **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"shard_size": 4}, {"tokens": True}])
+def test_also_where_examples_of_like_length_go_together(options, tmp_path):
+    data = [(tokens, labels, torch.tensor(torch.nan if k == 9 else 1.0)) for k, (tokens, labels) in enumerate(UNEQUAL)]
+    collate = lambda some: (*padded([example[:2] for example in some]), torch.stack([example[2] for example in some]))
+    loss = lambda model, batch: classified(model, batch[:2]) * batch[2]
+    with pytest.raises(SamplesError, match=r"example 9 \("):
+        unsum.index.build(reader(), loss, data, tmp_path / "i", collate=collate, batch_tokens=32, **options)
+
+
+def test_a_loader_whose_sampler_gives_lists(tmp_path):
+    data, model = Examples(X, Y), mlp()
+    lists = BatchSampler(SequentialSampler(data), 5, drop_last=False)
+
+    class Taken(Examples):
+        def __getitem__(self, chosen):
+            return tuple(tensor[chosen] for tensor in self.tensors)
+
+    wanted = build(tmp_path / "i", model, data)
+    for workers in (0, 1):
+        loader = DataLoader(Taken(X, Y), sampler=lists, batch_size=None, num_workers=workers)
+        found = build(tmp_path / f"{workers}", model, loader, shard_size=2)
+        torch.testing.assert_close(found.rows(0, 23), wanted.rows(0, 23))

@@ -19,6 +19,8 @@ from unsum.index.maker import Maker
 from unsum.index.ranks import Ranks
 from unsum.seams.sharding import on_any_rank
 
+_PADDING = 1e-5  # of the gradients of tokens: what those of padding may have, which is left out
+
 
 class Builder:
     """What is built, of what, and where."""
@@ -160,9 +162,8 @@ class Builder:
     def _tensors(self, part: Part, number: int, before: int) -> dict[str, Tensor]:
         """What is stored of a batch, of whose shard so many examples came before: rows and scales; and `order`, where
         each row belongs in the shard, if examples of like length were put together."""
-        first = number * self.cut.size + (min(part.numbers) if part.numbers else before)
         on_any_rank(self._maker.model, True)
-        rows = self._maker.rows(part.batch, "build", first)
+        rows = self._maker.rows(part.batch, "build", lambda k: self._called(k, part, number, before))
         found: dict[str, Tensor] = {}
         if self._tokens:
             rows, found = self._by_token(rows, part, before)
@@ -176,6 +177,17 @@ class Builder:
         stored, scales = store.scaled(rows, store.DTYPES[self._dtype])
         return {"rows": stored.contiguous(), "scales": scales, **found}
 
+    def _called(self, k: int, part: Part, number: int, before: int) -> str:
+        """The number of the k-th sample of a batch, in words."""
+        is_numbered = part.numbers is not None and not self._maker.has_documents
+        place = part.number(k) if is_numbered else before + k
+        first = None if self._maker.has_documents and number else self.cut.before(number)
+        if first is None:  # the shards before it know, if they are there
+            shards = [store.shard_at(self.folder, each, every_byte=False) for each in range(number)]
+            known = [shard.told["examples"] for shard in shards if shard is not None]
+            first = sum(known) if len(known) == number else None
+        return str(first + place) if first is not None else f"{place} of shard {number}"
+
     def _by_token(self, rows: Tensor, part: Part, before: int) -> tuple[Tensor, dict[str, Tensor]]:
         """(n, t, K) as one row for each token that an example has; padding has none, where lengths are known."""
         n, t = rows.shape[:2]
@@ -186,6 +198,12 @@ class Builder:
             )
         lengths = part.lengths if part.lengths is not None and max(part.lengths, default=0) <= t else [t] * n
         is_token = torch.arange(t) < torch.tensor(lengths)[:, None]
+        if float(rows[~is_token].norm()) > _PADDING * float(rows.norm()):
+            raise OptionError(
+                "build(tokens=True): positions beyond an example's length have gradients, which would be lost: pad on "
+                "the right and leave padding out of the loss and of attention, or, if length is that of something "
+                "else, give length=, a function from an example to the number of its tokens"
+            )
         numbers = torch.tensor(part.numbers if part.numbers is not None else range(before, before + n))
         examples = numbers[:, None].expand(n, t)[is_token]
         positions = torch.arange(t).expand(n, t)[is_token]

@@ -40,6 +40,10 @@ class Part:
     lengths: Sequence[int] | None = None  # how many positions each has, if that is known
     is_sorted: bool = False  # whether examples of like length were put together
 
+    def number(self, k: int) -> int:
+        """Where the k-th of them stands in the shard, if nothing came before those that have no numbers."""
+        return self.numbers[k] if self.numbers is not None else k
+
 
 class Cut(ABC):
     """Data in shards. `size` is how much of it a shard has: examples, or batches where the data gives batches."""
@@ -52,6 +56,10 @@ class Cut(ABC):
     def shards(self) -> int | None:
         """How many shards; None if only the end will tell."""
         return None if self.total is None else -(-self.total // self.size)
+
+    def before(self, shard: int) -> int | None:
+        """How many examples the shards before this one have, if that is known."""
+        return 0 if shard == 0 else None
 
     @abstractmethod
     def parts(self, shard: int) -> Iterator[Part]:
@@ -105,6 +113,9 @@ class _Listed(Cut):
         self._collate, self._length = collate, length
         self.total: int = len(data)
         self.least = _BATCHES * batch_size if tokens is None else WINDOW
+
+    def before(self, shard: int) -> int:
+        return shard * self.size
 
     def parts(self, shard: int) -> Iterator[Part]:
         end = min((shard + 1) * self.size, self.total)
@@ -178,6 +189,10 @@ class _Loaded(Cut):
         self._chosen: list[Any] = list(sampler)
         self.total: int = len(self._chosen)
         self.least = _BATCHES
+        self._are_groups = loader.batch_sampler is not None
+
+    def before(self, shard: int) -> int | None:
+        return sum(map(len, self._chosen[: shard * self.size])) if self._are_groups else super().before(shard)
 
     def parts(self, shard: int) -> Iterator[Part]:
         chosen = self._chosen[shard * self.size : (shard + 1) * self.size]
@@ -186,14 +201,10 @@ class _Loaded(Cut):
         if not loader.num_workers:
             make: Any = loader.collate_fn
             batches = (
-                make([loader.dataset[k] for k in some] if _is_group(some) else loader.dataset[some]) for some in chosen
+                make([loader.dataset[k] for k in some] if self._are_groups else loader.dataset[some]) for some in chosen
             )
         else:
-            how = (
-                {"batch_sampler": chosen}
-                if loader.batch_sampler is not None
-                else {"batch_size": None, "sampler": chosen}
-            )
+            how = {"batch_sampler": chosen} if self._are_groups else {"batch_size": None, "sampler": chosen}
             batches = _each(
                 DataLoader(
                     loader.dataset, collate_fn=loader.collate_fn, num_workers=loader.num_workers,
@@ -209,7 +220,7 @@ class _Loaded(Cut):
         looked_at = sorted(
             {k * (len(chosen) - 1) // max(_LOOKED_AT - 1, 1) for k in range(_LOOKED_AT)} if chosen else ()
         )
-        ends = [chosen[k][0] if _is_group(chosen[k]) else chosen[k] for k in looked_at]
+        ends = [chosen[k][0] if self._are_groups else chosen[k] for k in looked_at]
         return {
             "batches": self.total,
             "content": content([self._loader.dataset[k] for k in ends]),
@@ -219,10 +230,6 @@ class _Loaded(Cut):
 
 def _each(batches: Iterable[Any]) -> Iterator[Any]:
     yield from batches
-
-
-def _is_group(chosen: Any) -> bool:
-    return isinstance(chosen, list | tuple)
 
 
 class _Streamed(Cut):

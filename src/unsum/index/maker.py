@@ -14,7 +14,7 @@ from unsum.check import LossFunction
 from unsum.choice import exactly
 from unsum.curvature import Curvature, load
 from unsum.errors import OptionError, SamplesError
-from unsum.examples import SamplesOfBatch, alone, losses_of, refuse_not_finite, refuse_other_number, samples_of
+from unsum.examples import First, SamplesOfBatch, alone, losses_of, refuse_not_finite, refuse_other_number, samples_of
 from unsum.fingerprint import content, fingerprint, of_others
 from unsum.gradients import gradients
 from unsum.index import store
@@ -36,7 +36,12 @@ class Maker:
         self._params: str | Sequence[str] = "*" if params is None else params
         self.parameters = parameters_of(model, self._params)
 
-    def rows(self, batch: Any, what: str, first: int = 0) -> Tensor:
+    @property
+    def has_documents(self) -> bool:
+        """Whether somebody says where the samples are: a batch may then have more or fewer of them than examples."""
+        return self._samples is not None
+
+    def rows(self, batch: Any, what: str, first: First = 0) -> Tensor:
         """(n, K) of a batch whose first example has this number; with rows for tokens (n, t, K)."""
         reducer = self.sketch.rows()
         samples = samples_of(self._samples, batch)
@@ -54,14 +59,14 @@ class Maker:
         refuse_not_finite(found.flatten(1).sum(1), first, what, "gradient")
         return found
 
-    def leave_out(self, batch: Any) -> None:
+    def leave_out(self, batch: Any, first: First = 0) -> None:
         """With rows for tokens: find the parameters that have no gradient for each position, and leave them out."""
         samples = samples_of(self._samples, batch)
         reducer = self.sketch.rows()
         if not isinstance(reducer, TokenRows):
             return
         with alone("build"), gradients(self.model, reducer, samples=samples, params=self._params, grad=False):
-            losses_of(self._loss_fn, self.model, batch, 0, "build", are_samples=samples is None).sum().backward()
+            losses_of(self._loss_fn, self.model, batch, first, "build", are_samples=samples is None).sum().backward()
         self.keep([name for name in self.sketch.columns if name not in reducer.left_out])
 
     def keep(self, names: Iterable[str]) -> None:

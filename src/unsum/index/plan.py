@@ -34,8 +34,9 @@ def make(asked: dict[str, Any], maker: Maker, cut: Cut, shard_size: int | None, 
     first = cut.first()
     if first is None:
         raise SamplesError("build: the data is empty")
-    maker.leave_out(first.batch)
-    rows = maker.rows(first.batch, "build")
+    numbered = (lambda k: k) if maker.has_documents else first.number
+    maker.leave_out(first.batch, numbered)
+    rows = maker.rows(first.batch, "build", numbered)
     examples = len(first.examples) if first.examples is not None else 1
     many = rows.shape[:-1].numel() / max(examples if cut.unit == "examples" else 1, 1)  # rows of an example, or batch
     by_bytes = max(1, int(_BYTES // max(many * maker.sketch.width * _bytes(asked["dtype"]), 1)))
