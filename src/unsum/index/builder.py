@@ -32,6 +32,7 @@ class Builder:
         self.folder, self._maker, self.cut, self._dtype = folder, maker, cut, dtype
         self._curvature, self._tokens, self._ids, self._text = curvature, tokens, ids, text
         self.plan: Mapping[str, Any] = {}
+        self._mark = ""  # what shards say they belong to
         self._ranks = ranks
         # A build that goes on looks at the ends of its shards. Once it is complete, calling it again is a repair: every
         # byte is read.
@@ -48,21 +49,31 @@ class Builder:
         else:
             plan.refuse_other(self.folder, known, asked, shard_size)
             self._maker.keep(known["columns"])
-        self.plan = known
+            self._ranks.from_first(lambda: plan.keep_curvature(self.folder, self._curvature, known["sketch"]))
+        self.plan, self._mark = known, plan.mark(known)
         self.cut.size = known["cut"]["size"]
         self._refuse_other_rows()
 
     def _known(self) -> dict[str, Any] | None:
-        known = store.read_json(self.folder, store.PLAN)
-        if known is None and (any(self.folder.glob("shard-*")) or (self.folder / store.MANIFEST).exists()):
-            raise OptionError(f"{self.folder}: has shards and no {store.PLAN}; give another path")
+        try:
+            known, damage = store.read_json(self.folder, store.PLAN), None
+        except OptionError as error:
+            known, damage = None, error
+        if known is None:  # the manifest of a build that was complete says it as well
+            known = plan.from_manifest(self.folder)
+            if known is not None:
+                store.write_json(self.folder, store.PLAN, known)
+            elif damage is not None:
+                raise damage
+            elif any(self.folder.glob("shard-*")):
+                raise OptionError(f"{self.folder}: has shards and no {store.PLAN}; give another path")
         return known
 
     def _keep(self, known: Mapping[str, Any]) -> None:
         with locks.short(self.folder, "plan"):
             other = store.read_json(self.folder, store.PLAN)
             if other is None:
-                plan.keep_curvature(self.folder, self._curvature)
+                plan.keep_curvature(self.folder, self._curvature, known["sketch"])
                 store.write_json(self.folder, store.PLAN, known)
             elif other != known:
                 raise OptionError(f"{self.folder}: another process has begun an index of something else here")
@@ -97,8 +108,10 @@ class Builder:
 
     def _at(self, number: int) -> store.Shard | None:
         found = store.shard_at(self.folder, number, every_byte=self._is_complete)
-        if found is not None and texts.wanted(self.plan):
-            return found if texts.is_whole(self.folder, number, found.told["examples"]) else None
+        if found is None or found.told.get("plan") != self._mark:
+            return None
+        if texts.wanted(self.plan):
+            return found if texts.is_whole(self.folder, number, found.told) else None
         return found
 
     def make(self, number: int, advance: Callable[[int, int], None]) -> bool:
@@ -215,12 +228,12 @@ class Builder:
         if "order" in tensors:
             order = tensors.pop("order").argsort()
             tensors = {name: value[order] for name, value in tensors.items()}
-        if named:
-            texts.write(self.folder, number, named)
         told = {
             "dtype": self._dtype, "number": number, "data": content([record.content for record in made]),
-            "examples": examples,
+            "examples": examples, "plan": self._mark,
         }  # fmt: skip
+        if named:
+            told["texts"] = texts.write(self.folder, number, named)
         store.write_shard(self.folder, number, tensors, told)
 
     def _examples(self, part: Part, record: Record, before: int) -> int:
@@ -244,7 +257,7 @@ class Builder:
                     if count is None:
                         break
                     return False
-                except (OSError, ValueError, KeyError, TypeError):
+                except store.DAMAGED:
                     return False
                 shards.append({
                     "file": shard.path.name, "rows": shard.rows, "examples": shard.told["examples"],

@@ -64,7 +64,7 @@ class Index:
     def verify(self) -> list[str]:
         """The names of files that are damaged or missing. `build`, called again, builds them anew."""
         found = [self._stored.damaged(number) for number in progress(range(len(self.info["shards"])), "verify")]
-        return [name for name in found if name is not None]
+        return [*self._stored.damaged_beside(), *(name for name in found if name is not None)]
 
     def rows(self, start: int, stop: int) -> Tensor:
         """(stop - start, K), in float32. With rows for tokens, `i.tokens(start, stop)` says which tokens they are."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from unsum.check import LossFunction
 from unsum.choice import exactly
 from unsum.curvature import Curvature, load
-from unsum.errors import OptionError, SamplesError
+from unsum.errors import OptionError, SamplesError, UnsumError
 from unsum.examples import First, SamplesOfBatch, alone, losses_of, refuse_not_finite, refuse_other_number, samples_of
 from unsum.fingerprint import content, fingerprint, of_others
 from unsum.gradients import gradients
@@ -124,11 +124,24 @@ def sketch_from(folder: Path, model: nn.Module, plan: Mapping[str, Any]) -> tupl
     """How queries of an index become rows."""
     told = plan["sketch"]
     if told["kind"] == "eigenbasis":
-        curvature = load(folder / store.CURVATURE)
+        curvature = curvature_at(folder, told)
         return Leading(curvature, told["k"]), curvature
     chosen = parameters_of(model, [exactly(name) for name in plan["columns"]])
     shapes = {name: tuple(chosen[name].shape) for name in plan["columns"]}
     return Projected(shapes, told["k"], told["seed"], told["sketches"]), None
+
+
+def curvature_at(folder: Path, told: Mapping[str, Any]) -> Curvature:
+    """The curvature beside the rows of an index, which says this of it."""
+    path = folder / store.CURVATURE
+    remedy = "unsum.index.build(...), called again, writes it anew"
+    try:
+        found = load(path)
+    except (*store.DAMAGED, RuntimeError, UnsumError) as error:
+        raise OptionError(f"{path}: damaged or missing ({str(error).splitlines()[0]}).\n  {remedy}") from error
+    if Leading(found, told["k"]).told() != told:
+        raise OptionError(f"{path}: not the curvature that the index was built with.\n  {remedy}")
+    return found
 
 
 def parameters_of(model: nn.Module, params: str | Sequence[str]) -> dict[str, Tensor]:

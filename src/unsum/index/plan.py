@@ -3,6 +3,7 @@ build goes on."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,9 +13,10 @@ import torch
 
 from unsum.curvature import Curvature
 from unsum.errors import OptionError, SamplesError, UnsupportedError
+from unsum.fingerprint import content
 from unsum.index import store
 from unsum.index.data import SHARDS, Cut
-from unsum.index.maker import Maker
+from unsum.index.maker import Maker, curvature_at
 from unsum.report.frame import version
 
 _BYTES = 1 << 26  # of a shard, at most, unless somebody says how many examples it has
@@ -99,7 +101,23 @@ def _bytes(dtype: str) -> int:
     return torch.finfo(store.DTYPES[dtype]).bits // 8
 
 
-def keep_curvature(folder: Path, curvature: Curvature | None) -> None:
-    """The curvature beside the rows, for queries."""
-    if curvature is not None and not (folder / store.CURVATURE).exists():
+def keep_curvature(folder: Path, curvature: Curvature | None, told: Mapping[str, Any]) -> None:
+    """The curvature beside the rows, for queries, unless it is there whole."""
+    if curvature is None:
+        return
+    try:
+        curvature_at(folder, told)
+    except OptionError:
         curvature.save(folder / store.CURVATURE)
+
+
+def mark(known: Mapping[str, Any]) -> str:
+    """What shards say they belong to: all that decides rows, whoever made the plan."""
+    decides = {name: value for name, value in known.items() if name not in ("audit", "made with")}
+    return content(json.dumps(decides, sort_keys=True))
+
+
+def from_manifest(folder: Path) -> dict[str, Any] | None:
+    """The plan that an index was built by; None if there is no manifest."""
+    known = store.read_json(folder, store.MANIFEST)
+    return known and {name: value for name, value in known.items() if name not in ("shards", "rows", "examples")}
