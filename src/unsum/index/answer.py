@@ -31,13 +31,13 @@ class Answers:
         """The best examples for queries (q, K)."""
         best = self._best(asked.to(device), k, by_example=True)
         errors = None if self.stored.info["tokens"] else self._errors(asked, best.numbers)
-        return Hits(best.numbers, best.scores.double(), errors)
+        return Hits(best.numbers, best.scores, errors)
 
     def tokens(self, asked: Tensor, k: int, device: torch.device) -> Hits:
         """The best tokens."""
         best = self._best(asked.to(device), k, by_example=False)
         ids, positions = self.stored.places(best.numbers)
-        return Hits(ids, best.scores.double(), self._errors(asked, best.numbers), positions)
+        return Hits(ids, best.scores, self._errors(asked, best.numbers), positions)
 
     def _best(self, asked: Tensor, k: int, *, by_example: bool) -> Best:
         """The highest scores, in one pass over the rows."""
@@ -51,7 +51,7 @@ class Answers:
         return best
 
     def _errors(self, asked: Tensor, numbers: Tensor) -> Tensor | None:
-        if not self.asker.has_errors:
+        if not self.asker.has_errors or self.score == "influence":  # the rows' second moment mixes the sketches
             return None
         rows = self.stored.chosen(numbers)
         found = self.asker.errors(asked, rows)

@@ -96,10 +96,11 @@ class Builder:
         known = (stored.float() * scales[:, None])[here]
         order = tensors["order"].argsort() if "order" in tensors else slice(None)
         made = (tensors["rows"].float() * tensors["scales"][:, None])[order]
-        if known.shape != made.shape or float((known - made).norm()) > 0.02 * float(known.norm()) + 1e-30:
+        off = known.double() - made.double() if known.shape == made.shape else known.new_ones(1)
+        if known.shape != made.shape or float(off.norm()) > 0.02 * float(known.double().norm()):
             raise OptionError(
-                f"{self.folder}: the first examples no longer give the rows that are there: loss_fn, samples= or the "
-                "model's mode (train, eval) is another.\n  give the same, or another path"
+                f"{self.folder}: the first examples no longer give the rows that are there: loss_fn, samples=, the "
+                "model's mode (train, eval) or the data is another.\n  give the same, or another path"
             )
 
     def missing(self, numbers: Iterable[int]) -> list[int]:

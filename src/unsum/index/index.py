@@ -112,6 +112,8 @@ class Index:
             device: Where rows are multiplied; None: where the model is.
         """
         self._check_query(k, score, by, rerank, tokens)
+        if damping is not None and score != "influence":
+            raise OptionError(f"query(damping={damping!r}): only score='influence' is damped")
         asker = Asker(self._stored, model, loss_fn, samples)
         answers = Answers(self._stored, asker, score, self._data if data is None else _numbered(data), self._collate)
         asked = asker.rows(batch)

@@ -3,6 +3,7 @@ from whole gradients."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,7 +62,7 @@ class Asker:
             if damping is not None:
                 raise OptionError("query(damping=...): the index has the damping of its curvature")
             return asked * weights
-        if damping is not None and (not is_number(damping) or damping < 0):
+        if damping is not None and (not is_number(damping) or not 0 <= damping < math.inf):
             raise OptionError(f"query(damping={damping!r}): a number, 0 or more, or None")
         parts = []
         for columns, moment in moments(self._stored.shards, self._stored.info):
@@ -115,8 +116,9 @@ def moments(shards: Sequence[Shard], info: Mapping[str, Any]) -> list[tuple[slic
         slices.append(slice(first, first + size))
         first += size
     totals = [torch.zeros(size, size, dtype=torch.float64) for size in sizes]
+    largest = max((float(scales.max()) for _, _, scales in blocks(shards)), default=1.0)  # so that squares have a place
     for _, stored, scales in blocks(shards):
-        rows = stored.float() * scales[:, None]
+        rows = stored.float() * (scales / largest)[:, None]
         for total, columns in zip(totals, slices, strict=True):
             total += (rows[:, columns].T @ rows[:, columns]).double()
-    return [(columns, total / info["rows"]) for columns, total in zip(slices, totals, strict=True)]
+    return [(columns, total * (largest**2 / info["rows"])) for columns, total in zip(slices, totals, strict=True)]
