@@ -116,3 +116,67 @@ def test_a_loader_whose_sampler_gives_lists(tmp_path):
         loader = DataLoader(Taken(X, Y), sampler=lists, batch_size=None, num_workers=workers)
         found = build(tmp_path / f"{workers}", model, loader, shard_size=2)
         torch.testing.assert_close(found.rows(0, 23), wanted.rows(0, 23))
+
+
+class Said(Batches):
+    """Batches that say that they are so many."""
+
+    def __init__(self, length, *batches):
+        super().__init__(*batches)
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+
+@pytest.mark.parametrize("length", [1, 3, 5, 6, 23])
+def test_data_that_says_a_wrong_length_is_read_to_its_end(length, tmp_path):
+    batches = list(zip(X.split(5), Y.split(5), strict=True))
+    i = build(tmp_path / "i", mlp(), Said(length, *batches), shard_size=2)
+    wanted = build(tmp_path / "j", mlp(), Batches(*batches))
+    assert torch.equal(i.rows(0, 23), wanted.rows(0, 23))
+    build(tmp_path / "i", mlp(), Said(length, *batches), shard_size=2)
+    assert i.verify() == []
+
+
+def test_processes_that_share_data_which_says_too_little_are_told(tmp_path):
+    batches = list(zip(X.split(5), Y.split(5), strict=True))
+    with pytest.raises(OptionError, match=r"2 batches \(len\(\)\), and has more"):
+        build(tmp_path / "i", mlp(), Said(2, *batches), shard_size=2, part=(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"ids": ["a"]}, "a list of 1, and the data has 23"),
+        ({"text": [str(k) for k in range(24)]}, "a list of 24, and the data has 23"),
+        ({"ids": 3}, "ids=3"),
+        ({"collate": 3}, "collate=3: a function"),
+        ({"length": 3}, "length=3: a function"),
+        ({"batch_tokens": 8, "length": lambda example: -1}, "length= gave -1"),
+    ],
+)
+def test_what_says_nothing_of_the_examples_is_refused(options, match, tmp_path):
+    with pytest.raises(OptionError, match=match):
+        build(tmp_path / "i", mlp(), Examples(X, Y), **options)
+
+
+def test_texts_of_examples_are_not_those_of_their_documents(tmp_path):
+    pairs = [(X[k : k + 2], Y[k : k + 2]) for k in range(0, 22, 2)]
+    joined = lambda some: tuple(torch.cat(parts) for parts in zip(*some, strict=True))
+    options = {"collate": joined, "samples": lambda batch: torch.arange(len(batch[0]))}
+    with pytest.raises(OptionError, match="11 for a batch of 22 rows; for packed documents"):
+        build(tmp_path / "i", mlp(), pairs, text=lambda example: "two", **options)
+
+
+def test_other_shards_are_refused(tmp_path):
+    for _ in range(2):
+        build(tmp_path / "i", mlp(), Examples(X, Y), shards=3)
+    with pytest.raises(OptionError, match="shards=4, and it is cut into parts of 8 examples"):
+        build(tmp_path / "i", mlp(), Examples(X, Y), shards=4)
+
+
+def test_one_batch_is_told_how_to_be_data(tmp_path):
+    with pytest.raises(OptionError, match=r"one batch: DataLoader\(\[batch\], batch_size=None\)"):
+        build(tmp_path / "i", mlp(), (X, Y))
+    assert len(build(tmp_path / "i", mlp(), DataLoader([(X, Y)], batch_size=None))) == 23

@@ -49,7 +49,8 @@ class Examples:
             raise OptionError(
                 f"{what}: got a {type(data).__name__}; give a DataLoader or another iterable of batches, or a Dataset "
                 "or a list of examples.\n"
-                "  tensors side by side: torch.utils.data.TensorDataset(x, y); one batch: iter([batch])"
+                "  tensors side by side: torch.utils.data.TensorDataset(x, y); one batch: "
+                "DataLoader([batch], batch_size=None)"
             )
         self._data: Any = data
         self._batch_size, self._what = batch_size, what

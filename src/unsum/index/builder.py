@@ -36,7 +36,7 @@ class Builder:
         self._ranks = ranks
         # A build that goes on looks at the ends of its shards. Once it is complete, calling it again is a repair: every
         # byte is read.
-        self._is_complete = (folder / store.MANIFEST).exists()
+        self.is_complete = (folder / store.MANIFEST).exists()
 
     def prepare(self, shard_size: int | None, shards: int | None) -> None:
         """Make the plan, or compare with the one that is there."""
@@ -47,7 +47,7 @@ class Builder:
             known = plan.make(asked, self._maker, self.cut, shard_size, shards)
             self._ranks.from_first(lambda: self._keep(known))
         else:
-            plan.refuse_other(self.folder, known, asked, shard_size)
+            plan.refuse_other(self.folder, known, asked, self.cut, shard_size, shards)
             self._maker.keep(known["columns"])
             self._ranks.from_first(lambda: plan.keep_curvature(self.folder, self._curvature, known["sketch"]))
         self.plan, self._mark = known, plan.mark(known)
@@ -108,7 +108,7 @@ class Builder:
         return [number for number in numbers if self._at(number) is None]
 
     def _at(self, number: int) -> store.Shard | None:
-        found = store.shard_at(self.folder, number, every_byte=self._is_complete)
+        found = store.shard_at(self.folder, number, every_byte=self.is_complete)
         if found is None or found.told.get("plan") != self._mark:
             return None
         if texts.wanted(self.plan):

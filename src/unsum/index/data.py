@@ -57,6 +57,9 @@ class Cut(ABC):
         """How many shards; None if only the end will tell."""
         return None if self.total is None else -(-self.total // self.size)
 
+    def until_the_end(self) -> None:  # noqa: B027
+        """One process makes all shards: what the data says of its length is then not needed, and need not be right."""
+
     def before(self, shard: int) -> int | None:
         """How many examples the shards before this one have, if that is known."""
         return 0 if shard == 0 else None
@@ -78,6 +81,9 @@ def cut(
     data: Any, *, batch_size: int, batch_tokens: int | None, collate: Collate | None, length: Length | None, what: str
 ) -> Cut:
     """The data, ready to be cut: `size` is still to be set."""
+    for name, value in (("collate", collate), ("length", length)):
+        if value is not None and not callable(value):
+            raise OptionError(f"{name}={value!r}: a function, or None")
     examples = Examples(data, batch_size=batch_size, what=what)
     if examples.is_once or examples.is_shuffled:
         raise OptionError(f"{what}: the data must come in the same order again: no iterator, no shuffle=True")
@@ -148,7 +154,9 @@ class _Listed(Cut):
         return list(groups)
 
     def _lengths(self, examples: Sequence[Any]) -> list[int] | None:
-        found = [length_of(example) if self._length is None else self._length(example) for example in examples]
+        found: list[Any] = [
+            length_of(example) if self._length is None else self._length(example) for example in examples
+        ]
         if any(value is None for value in found):
             if self._tokens is not None:
                 raise OptionError(
@@ -156,7 +164,10 @@ class _Listed(Cut):
                     f"{type(examples[0]).__name__}.\n  give length=, a function from an example to a number"
                 )
             return None
-        return [int(value) for value in found if value is not None]
+        for value in found:
+            if not hasattr(value, "__index__") or int(value) < 0:
+                raise OptionError(f"{self._what}: length= gave {value!r}: a whole number, 0 or more, is needed")
+        return [int(value) for value in found]
 
     def told(self) -> dict[str, Any]:
         looked_at = sorted({k * (self.total - 1) // max(_LOOKED_AT - 1, 1) for k in range(_LOOKED_AT)})
@@ -243,6 +254,7 @@ class _Streamed(Cut):
         self.total = examples.batches()
         self.least = _BATCHES
         self._at = 0
+        self._is_all = False  # whether one process reads all of it
         self._running: Iterator[Any] | None = None  # goes on where the last shard ended
 
     def parts(self, shard: int) -> Iterator[Part]:
@@ -254,6 +266,14 @@ class _Streamed(Cut):
         for part in islice(self._running, self.size):
             self._at += 1
             yield part
+        if shard + 1 == self.shards() and next(self._running, None) is not None:  # it would be left out
+            raise OptionError(f"{self._what}: the data says that it has {self.total} batches (len()), and has more")
+
+    def shards(self) -> int | None:
+        return None if self._is_all else super().shards()
+
+    def until_the_end(self) -> None:
+        self._is_all = True
 
     def _all(self) -> Iterator[Part]:
         if not self._examples.has_examples:

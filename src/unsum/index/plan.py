@@ -72,11 +72,15 @@ def _size(cut: Cut, by_bytes: int, size: int | None, shards: int | None) -> int:
     return max(1, min(by_bytes, -(-max(wanted, cut.least) // cut.least) * cut.least))
 
 
-def refuse_other(folder: Path, known: Mapping[str, Any], asked: Mapping[str, Any], size: int | None) -> None:
+def refuse_other(
+    folder: Path, known: Mapping[str, Any], asked: Mapping[str, Any], cut: Cut, size: int | None, shards: int | None
+) -> None:
     """Raise if the folder has an index of something else; the message says what differs."""
     different = [_words(key, known.get(key), value) for key, value in asked.items() if known.get(key) != value]
     if size is not None and known["cut"]["size"] != size:
         different.append(f"shard_size={size}, and it has {known['cut']['size']}")
+    if shards is not None and known["cut"]["size"] != _size(cut, 1, None, shards):
+        different.append(f"shards={shards}, and it is cut into parts of {known['cut']['size']} {known['cut']['of']}")
     if different:
         raise OptionError(
             f"{folder}: an index of something else: {'; '.join(different)}.\n  give the same arguments, or another path"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,16 @@ def wanted(plan: Mapping[str, Any]) -> bool:
     return bool(plan["texts"]["ids"] or plan["texts"]["text"])
 
 
+def check(source: Any, what: str, data: Any) -> None:
+    """Raise if this says no ids or texts, or not those of this data."""
+    if source is None or callable(source) or isinstance(source, str):
+        return
+    if not isinstance(source, Sized) or not hasattr(source, "__getitem__") or isinstance(source, Mapping):
+        raise OptionError(f"{what}={source!r}: a list, a function of an example, or the name of a part of it")
+    if isinstance(data, Sized) and hasattr(data, "__getitem__") and len(source) != len(data):
+        raise OptionError(f"{what}=: a list of {len(source)}, and the data has {len(data)} examples")
+
+
 def read(part: Part, rows: int, ids: Source, text: Source, first: int) -> Named:
     """Those of a batch."""
     return Named(part.numbers, _of(part, rows, ids, "ids", first), _of(part, rows, text, "text", first))
@@ -47,6 +57,11 @@ def _of(part: Part, rows: int, source: Source, what: str, first: int) -> list[st
         found = [_asked(example, source, what) for example in part.examples]
     else:
         found = [source[first + k] for k in part.numbers or ()]
+    if len(found) != rows:
+        raise OptionError(
+            f"{what}=: {len(found)} for a batch of {rows} rows; for packed documents give a function of the batch, and "
+            "the data as batches: a DataLoader"
+        )
     return [str(value.item() if hasattr(value, "item") else value) for value in found]
 
 
