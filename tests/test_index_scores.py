@@ -7,6 +7,7 @@ from torch.nn.functional import normalize
 import unsum
 from curvature_nets import Examples, classified, ids, mlp, numbers
 from test_index import DATA, X, Y, built, projected
+from test_index_tokens import EQUAL, TOKENS, build, reader
 from unsum.errors import OptionError
 
 
@@ -60,3 +61,43 @@ def test_influence_by_the_rows_second_moment_has_no_error_bars(tmp_path):
 def test_a_damping_that_says_nothing_is_refused(options, match, tmp_path):
     with pytest.raises(OptionError, match=match):
         built(tmp_path / "i").query(mlp(), classified, (X, Y), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"rerank": 5}])
+def test_what_the_scores_of_tokens_are_without_is_named(options, tmp_path):
+    model = reader()
+    i = build(tmp_path / "i", model, EQUAL, project=16)
+    asked = (TOKENS[:2], EQUAL.tensors[1][:2])
+    hits = i.query(model, classified, asked, k=3, tokens=True, **options)
+    assert "embed.weight" in hits.left_out  # it is the head as well
+    kept = [name for name in i.info["parameters"] if name not in hits.left_out]
+    apart = unsum.influence(model, classified, EQUAL, iter([asked]), params=kept).matrix.gather(1, hits.ids)
+    found = torch.tensor([[float(tokens.sum()) for tokens in row] for row in hits.tokens], dtype=torch.float64)
+    torch.testing.assert_close(found, apart)
+
+
+def test_the_second_stage_refuses_other_data(tmp_path):
+    model = mlp()
+    built(tmp_path / "i", model)
+    other = unsum.index.open(tmp_path / "i", Examples(X.flip(0), Y.flip(0)))
+    with pytest.raises(OptionError, match="not what the index was built from"):
+        other.query(model, classified, (X[:2], Y[:2]), rerank=5)
+
+
+def test_autocast_rounds_the_model_and_nothing_else(tmp_path):
+    model = mlp().float()
+    data, asked = Examples(X.float(), Y), (X[:5].float(), Y[:5])
+    for score in ("dot", "cosine", "influence"):
+        for dtype in ("float16", "float32"):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                i = built(tmp_path / f"{score} {dtype}", model, data, dtype=dtype)
+                hits = i.query(model, classified, asked, k=23, score=score)
+            rows = i.rows(0, 23).double()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                again = built(tmp_path / "5", model, Examples(*asked), dtype="float32").rows(0, 5).double()
+            moment = rows.T @ rows / 23
+            damped = moment + 0.1 * moment.diagonal().mean() * torch.eye(len(moment), dtype=torch.float64)
+            turned = torch.linalg.solve(damped, again.T).T if score == "influence" else again
+            wanted = normalize(again) @ normalize(rows).T if score == "cosine" else turned @ rows.T
+            off = (hits.scores - wanted.gather(1, hits.ids)).abs().max() / wanted.abs().max()
+            assert off < 1e-4

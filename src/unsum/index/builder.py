@@ -17,6 +17,7 @@ from unsum.index.data import Cut, Part
 from unsum.index.journal import Journal, Record
 from unsum.index.maker import Maker
 from unsum.index.ranks import Ranks
+from unsum.seams.modes import exactly
 from unsum.seams.sharding import on_any_rank
 
 _PADDING = 1e-5  # of the gradients of tokens: what those of padding may have, which is left out
@@ -131,7 +132,8 @@ class Builder:
             try:
                 made, named, examples = self._filled(number, journal, advance)
                 if made:
-                    self._write(number, made, named, examples)
+                    with exactly():
+                        self._write(number, made, named, examples)
                 is_done = True
                 return bool(made)
             finally:

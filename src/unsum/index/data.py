@@ -170,12 +170,19 @@ class _Listed(Cut):
         return [int(value) for value in found]
 
     def told(self) -> dict[str, Any]:
-        looked_at = sorted({k * (self.total - 1) // max(_LOOKED_AT - 1, 1) for k in range(_LOOKED_AT)})
         return {
             "examples": self.total,
-            "content": content([self._data[k] for k in looked_at if 0 <= k < self.total]),
+            "content": looked_at(self._data),
             "batches": {"size": self._batch_size} if self._tokens is None else {"tokens": self._tokens},
         }
+
+
+def looked_at(data: Any) -> str:
+    """Of some examples of a data set, from the first to the last."""
+    last = len(data) - 1
+    return content(
+        [data[k] for k in sorted({k * last // (_LOOKED_AT - 1) for k in range(_LOOKED_AT)}) if 0 <= k <= last]
+    )
 
 
 def length_of(example: Any) -> int | None:
@@ -228,10 +235,8 @@ class _Loaded(Cut):
 
     def told(self) -> dict[str, Any]:
         chosen = self._chosen
-        looked_at = sorted(
-            {k * (len(chosen) - 1) // max(_LOOKED_AT - 1, 1) for k in range(_LOOKED_AT)} if chosen else ()
-        )
-        ends = [chosen[k][0] if self._are_groups else chosen[k] for k in looked_at]
+        places = sorted({k * (len(chosen) - 1) // (_LOOKED_AT - 1) for k in range(_LOOKED_AT)} if chosen else ())
+        ends = [chosen[k][0] if self._are_groups else chosen[k] for k in places]
         return {
             "batches": self.total,
             "content": content([self._loader.dataset[k] for k in ends]),

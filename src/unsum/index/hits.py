@@ -34,6 +34,7 @@ class Hits:
     errors: Tensor | None = None  # (queries, k): standard errors, of an index with independent sketches
     positions: Tensor | None = None  # (queries, k): of hits that are tokens
     tokens: Sequence[Sequence[Tensor]] | None = None  # [query][rank]: the score of each token, (t,)
+    left_out: Sequence[str] = ()  # parameters without positions, which `tokens` from whole gradients is without
     names: Sequence[Sequence[str]] | None = None  # [query][rank]: ids that the index was built with
     texts: Sequence[Sequence[str]] | None = None  # [query][rank]: texts that it was built with
     examples: Sequence[Sequence[Any]] | None = None  # [query][rank], where the data set was given

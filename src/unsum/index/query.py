@@ -22,7 +22,7 @@ from unsum.index.maker import Maker, sketch_from
 from unsum.index.sketch import Projected
 from unsum.index.store import Shard
 from unsum.index.stored import Stored
-from unsum.influence import influence
+from unsum.influence import Influence, influence
 
 _WHOLE = 8192  # columns, up to which rows' second moment is one matrix
 DAMPING = 0.1  # of the mean eigenvalue
@@ -87,8 +87,8 @@ class Asker:
 
     def exact(
         self, batch: Any, examples: Sequence[Any], score: str, collate: Collate | None, *, tokens: bool
-    ) -> tuple[Tensor, list[Tensor] | None]:
-        """(queries, examples), from whole gradients; and the scores of tokens, (queries, t) for each example."""
+    ) -> Influence:
+        """(queries, examples), from whole gradients; and the scores of tokens, if they are asked for."""
         curvature = self.curvature if score == "influence" else None
         if score == "influence" and curvature is None:
             raise OptionError(
@@ -99,13 +99,10 @@ class Asker:
             raise OptionError("rerank= and tokens= are for queries and examples without samples=")
         made = lambda some: collated(some, collate, "query")
         train: DataLoader[Any] = DataLoader(list(examples), _EXACT, collate_fn=made)  # type: ignore[arg-type]
-        found = influence(
+        return influence(
             self._model, self._loss_fn, train, iter([batch]), curvature, "cosine" if score == "cosine" else "dot",
             params=None if curvature is not None else self._names, tokens=tokens,
         )  # fmt: skip
-        if found.tokens is None:
-            return found.matrix, None
-        return found.matrix, [found.tokens[:, k] for k in range(len(examples))]
 
 
 def moments(shards: Sequence[Shard], info: Mapping[str, Any]) -> list[tuple[slice, Tensor]]:
