@@ -5,10 +5,10 @@ import torch
 from torch.nn.functional import normalize
 
 import unsum
-from curvature_nets import Examples, classified, ids, mlp, numbers
+from curvature_nets import Examples, classified, ids, made, mlp, numbers
 from test_index import DATA, X, Y, built, projected
 from test_index_tokens import EQUAL, TOKENS, build, reader
-from unsum.errors import OptionError
+from unsum.errors import OptionError, UnsupportedError
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -101,3 +101,35 @@ def test_autocast_rounds_the_model_and_nothing_else(tmp_path):
             wanted = normalize(again) @ normalize(rows).T if score == "cosine" else turned @ rows.T
             off = (hits.scores - wanted.gather(1, hits.ids)).abs().max() / wanted.abs().max()
             assert off < 1e-4
+
+
+class Waves(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turn = torch.nn.Parameter(torch.randn(4, 6, dtype=torch.complex128))
+        self.size = torch.nn.Parameter(torch.ones((), dtype=torch.complex128))
+
+    def forward(self, x):
+        return (x.to(torch.complex128) @ self.turn).tanh() * self.size
+
+
+def test_complex_parameters(tmp_path):
+    """The inner product of gradients has both parts."""
+    model, loss = made(Waves), lambda m, x: (m(x) - 1j).abs().square().sum(1)
+    wanted = unsum.influence(model, loss, list(X), iter([X[:3]])).matrix
+    alone = [torch.autograd.grad(loss(model, x[None]).sum(), list(model.parameters())) for x in X]
+    flat = torch.stack([torch.cat([torch.view_as_real(g).flatten() for g in each]) for each in alone])
+    torch.testing.assert_close(wanted, flat[:3] @ flat.T)
+    unsum.index.build(model, loss, list(X), tmp_path / "whole", dtype="float32")
+    hits = unsum.index.open(tmp_path / "whole").query(model, loss, X[:3], k=23)
+    torch.testing.assert_close(hits.scores, wanted.gather(1, hits.ids), rtol=1e-5, atol=1e-5)
+    mean = 0.0
+    for seed in range(40):
+        folder = tmp_path / str(seed)
+        unsum.index.build(model, loss, list(X), folder, dtype="float32", project=3, sketches=4, seed=seed)
+        hits = unsum.index.open(folder).query(model, loss, X[:3], k=23)
+        mean = mean + hits.scores.gather(1, hits.ids.argsort(1)) / 40
+    assert (mean - wanted).norm() < 0.1 * wanted.norm()
+    c = unsum.curvature.fit(model, loss, list(X))
+    with pytest.raises(UnsupportedError, match="complex"):
+        unsum.index.build(model, loss, list(X), tmp_path / "curved", curvature=c)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from unsum.check import LossFunction
 from unsum.choice import exactly
 from unsum.curvature import Curvature, load
-from unsum.errors import OptionError, SamplesError, UnsumError
+from unsum.errors import OptionError, SamplesError, UnsumError, UnsupportedError
 from unsum.examples import First, SamplesOfBatch, alone, losses_of, refuse_not_finite, refuse_other_number, samples_of
 from unsum.fingerprint import content, fingerprint, of_others
 from unsum.gradients import gradients
@@ -92,8 +92,8 @@ class Maker:
         for name, grad in zip(self.parameters, wanted, strict=True):
             if grad is not None:
                 grad = grad.to_dense() if grad.layout != torch.strided else grad
-                off += float((g[name].sum() + g[name].shared() - grad).double().norm()) ** 2
-                size += float(grad.double().norm()) ** 2
+                off += _size(g[name].sum() + g[name].shared() - grad) ** 2
+                size += _size(grad) ** 2
         return float((off / size) ** 0.5) if size else 0.0
 
     def marks(self) -> dict[str, Any]:
@@ -114,10 +114,13 @@ def sketch_of(
         if params is not None:
             raise OptionError("params= and curvature=: the curvature says which parameters it covers; give one of them")
         names = [exactly(name) for name in curvature.parameters]
-        curvature.refuse_changed(parameters_of(model, names))
+        chosen = parameters_of(model, names)
+        curvature.refuse_changed(chosen)
+        if others := [name for name, p in chosen.items() if p.is_complex()]:
+            raise UnsupportedError(f"build(curvature=...): {others[0]} is complex; build by random projections")
         return Leading(curvature, k), names
     chosen = parameters_of(model, "*" if params is None else params)
-    return Projected({name: tuple(p.shape) for name, p in chosen.items()}, k, seed, sketches, tokens=tokens), params
+    return Projected(chosen, k, seed, sketches, tokens=tokens), params
 
 
 def sketch_from(folder: Path, model: nn.Module, plan: Mapping[str, Any]) -> tuple[Sketch, Curvature | None]:
@@ -127,8 +130,8 @@ def sketch_from(folder: Path, model: nn.Module, plan: Mapping[str, Any]) -> tupl
         curvature = curvature_at(folder, told)
         return Leading(curvature, told["k"]), curvature
     chosen = parameters_of(model, [exactly(name) for name in plan["columns"]])
-    shapes = {name: tuple(chosen[name].shape) for name in plan["columns"]}
-    return Projected(shapes, told["k"], told["seed"], told["sketches"]), None
+    kept = {name: chosen[name] for name in plan["columns"]}
+    return Projected(kept, told["k"], told["seed"], told["sketches"]), None
 
 
 def curvature_at(folder: Path, told: Mapping[str, Any]) -> Curvature:
@@ -157,6 +160,10 @@ def _unsynchronised(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """DDP waits for other processes in every backward unless it is told not to; here each has batches of its own."""
     quiet: Any = getattr(model, "no_sync", None)
     return contextlib.nullcontext() if quiet is None else quiet()
+
+
+def _size(value: Tensor) -> float:
+    return float((torch.view_as_real(value) if value.is_complex() else value).double().norm())
 
 
 def _gathered(parameter: Tensor) -> Tensor:

@@ -46,14 +46,17 @@ class Sketch(ABC):
 class Projected(Sketch):
     """k² numbers of each parameter, by random matrices from both sides; smaller parameters as they are. Of several
     independent sketches each has its own matrices; divided by √sketches, so that inner products of rows are their
-    mean."""
+    mean. A complex number is two columns."""
 
     def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]], k: int, seed: int, sketches: int = 1, *, tokens: bool = False
+        self, parameters: Mapping[str, Tensor], k: int, seed: int, sketches: int = 1, *, tokens: bool = False
     ) -> None:
-        kept = {name: kept_numbers(shape, k) for name, shape in shapes.items()}
-        self._is_whole = {name: kept[name] == torch.Size(shape).numel() for name, shape in shapes.items()}
-        self.columns = {name: kept[name] * (1 if self._is_whole[name] else sketches) for name in shapes}
+        kept = {name: kept_numbers(tuple(p.shape), k) for name, p in parameters.items()}
+        self._is_whole = {name: kept[name] == p.numel() for name, p in parameters.items()}
+        self.columns = {
+            name: kept[name] * (1 if self._is_whole[name] else sketches) * (2 if p.is_complex() else 1)
+            for name, p in parameters.items()
+        }
         self._k, self._seed, self.sketches, self._tokens = k, seed, sketches, tokens
 
     def of(self, names: Iterable[str]) -> Projected:
@@ -70,9 +73,11 @@ class Projected(Sketch):
         """(n, columns), or (n, t, columns)."""
         read = factors.token_projected if self._tokens else factors.project
         if self._is_whole[name] or self.sketches == 1:
-            return read(self._k, self._seed)
-        found = [read(self._k, self._seed + 1_000_003 * j) for j in range(self.sketches)]
-        return torch.cat(found, -1) / self.sketches**0.5
+            found = read(self._k, self._seed)
+        else:
+            each = [read(self._k, self._seed + 1_000_003 * j) for j in range(self.sketches)]
+            found = torch.cat(each, -1) / self.sketches**0.5
+        return torch.view_as_real(found).flatten(-2) if found.is_complex() else found
 
     def told(self) -> dict[str, Any]:
         return {"kind": "random", "k": self._k, "seed": self._seed, "sketches": self.sketches}
