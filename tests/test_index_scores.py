@@ -7,7 +7,7 @@ from torch.nn.functional import normalize
 import unsum
 from curvature_nets import Examples, classified, ids, made, mlp, numbers
 from test_index import DATA, X, Y, built, projected
-from test_index_tokens import EQUAL, TOKENS, build, reader
+from test_index_tokens import EQUAL, TOKENS, UNEQUAL, build, padded, reader
 from unsum.errors import OptionError, UnsupportedError
 
 
@@ -133,3 +133,10 @@ def test_complex_parameters(tmp_path):
     c = unsum.curvature.fit(model, loss, list(X))
     with pytest.raises(UnsupportedError, match="complex"):
         unsum.index.build(model, loss, list(X), tmp_path / "curved", curvature=c)
+
+
+def test_the_second_stage_without_collate_is_told_what_it_needs(tmp_path):
+    build(tmp_path / "i", reader(), UNEQUAL, collate=padded)
+    i = unsum.index.open(tmp_path / "i", UNEQUAL)
+    with pytest.raises(OptionError, match=r"open\(path, data, collate=...\) what build was given"):
+        i.query(reader(), classified, padded(UNEQUAL[:2]), rerank=5)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import unsum
-from unsum.command import TARGET, aside, command, count, written
+from unsum.command import TARGET, aside, command, count, target_name, written
 from unsum.errors import OptionError
 from unsum.target import call, everything
 
@@ -63,7 +63,9 @@ def _add_query(own: Any) -> None:
     query.add_argument("-k", type=count, default=10, help="how many examples (%(default)s)")
     query.add_argument("--score", choices=("dot", "cosine", "influence"), default="dot", help="(%(default)s)")
     query.add_argument("--by", choices=("example", "token"), default="example", help="what is found (%(default)s)")
-    query.add_argument("--data", metavar="TARGET", help="the target that build was given: hits bring their examples")
+    query.add_argument(
+        "--data", type=target_name, metavar="TARGET", help="the target that build was given: hits bring their examples"
+    )
     query.add_argument("--rerank", type=count, metavar="N", help="score the best N again, exactly; needs --data")
     query.add_argument("--tokens", action="store_true", help="also the score of every token of the hits")
     query.add_argument("--html", metavar="FILE", help="also write a page")

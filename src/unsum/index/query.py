@@ -97,12 +97,21 @@ class Asker:
             )
         if self._samples is not None:
             raise OptionError("rerank= and tokens= are for queries and examples without samples=")
-        made = lambda some: collated(some, collate, "query")
+        made = lambda some: _batch(some, collate)
         train: DataLoader[Any] = DataLoader(list(examples), _EXACT, collate_fn=made)  # type: ignore[arg-type]
         return influence(
             self._model, self._loss_fn, train, iter([batch]), curvature, "cosine" if score == "cosine" else "dot",
             params=None if curvature is not None else self._names, tokens=tokens,
         )  # fmt: skip
+
+
+def _batch(examples: list[Any], collate: Collate | None) -> Any:
+    try:
+        return collated(examples, collate, "query")
+    except OptionError as error:
+        raise OptionError(
+            f"{str(error).splitlines()[0]}\n  give unsum.index.open(path, data, collate=...) what build was given"
+        ) from error
 
 
 def moments(shards: Sequence[Shard], info: Mapping[str, Any]) -> list[tuple[slice, Tensor]]:
