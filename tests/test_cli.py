@@ -45,6 +45,7 @@ def number(): return 3
 """
 
 COMMANDS = ("sites", "check", "draw", "report", "watch", "demo")
+INDEX = ("build", "query", "info", "verify", "export")
 
 
 @pytest.fixture
@@ -128,10 +129,10 @@ def test_a_wrong_command_line_is_code_2(target):
         assert left.value.code == 2
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, *(f"index {each}" for each in INDEX)])
 def test_every_command_has_help_with_an_example_and_the_codes(command, capsys):
     with pytest.raises(SystemExit) as left:
-        cli.main([command, "--help"])
+        cli.main([*command.split(), "--help"])
     told = capsys.readouterr().out
     assert left.value.code == 0 and f"example: unsum {command}" in told and "--json" in told
     assert all(re.search(rf"^  {code}  ", told, re.M) for code in range(4))

@@ -73,3 +73,18 @@ def test_what_is_wrong_is_told(setup, capsys):
             cli.main(["index", "build", f"{file}:examples", str(path), *wrong])
     with pytest.raises(SystemExit, match="2"):
         cli.main(["index"])
+
+
+def test_what_is_typed_counts_more_than_the_target_s_options(setup, capsys):
+    file, path = setup
+    file.write_text(SETUP + "\n\ndef more():\n    return model, losses, data, {'project': 1, 'dtype': 'float32'}\n")
+    assert run(capsys, "build", f"{file}:more", path, "--project", 2)[1].startswith(
+        "index of 20 examples, K = 6 (float32)"
+    )
+
+
+def test_data_that_names_no_function_is_a_wrong_command_line(setup, capsys):
+    file, path = setup
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["index", "query", f"{file}:question", str(path), "--data", str(file)])
+    assert "--data" in capsys.readouterr().err

@@ -313,8 +313,13 @@ def test_a_damaged_manifest_is_written_anew(fault: str, tmp_path: Path, whole: d
     repaired(tmp_path / "i", whole)
 
 
-def test_a_damaged_plan_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_plan_is_taken_from_the_manifest_or_refused(tmp_path: Path) -> None:
     built(tmp_path / "i")
+    before = (tmp_path / "i" / "plan.json").read_bytes()
+    damage(tmp_path / "i" / "plan.json", "truncated")
+    built(tmp_path / "i")
+    assert (tmp_path / "i" / "plan.json").read_bytes() == before
+    (tmp_path / "i" / "manifest.json").unlink()
     damage(tmp_path / "i" / "plan.json", "truncated")
     with pytest.raises(OptionError, match=r"plan\.json: damaged"):
         built(tmp_path / "i")

@@ -105,7 +105,7 @@ def test_padding_has_no_rows(tmp_path):
 def test_tokens_are_not_lost_where_something_else_is_taken_for_their_number(tmp_path):
     model, data = reader(), [(ids(k, 2), ids(k, 5)) for k in range(6)]
     loss = lambda m, batch: m(batch[1]).square().flatten(1).sum(1)
-    with pytest.raises(SamplesError, match="length="):
+    with pytest.raises(OptionError, match="length="):
         unsum.index.build(model, loss, data, tmp_path / "i", tokens=True)
     unsum.index.build(model, loss, data, tmp_path / "i", tokens=True, length=lambda example: len(example[1]))
     assert len(unsum.index.open(tmp_path / "i")) == 30

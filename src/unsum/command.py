@@ -31,14 +31,15 @@ def command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     if target is not None:
-        parser.add_argument("target", type=_target, help=target)
+        parser.add_argument("target", type=target_name, help=target)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--traceback", action="store_true", help="if something fails, show the whole traceback")
     parser.set_defaults(run=run)
     return parser
 
 
-def _target(text: str) -> str:
+def target_name(text: str) -> str:
+    """A target as it is written, if it names a function."""
     try:
         split(text)
     except OptionError as error:

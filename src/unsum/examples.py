@@ -30,6 +30,7 @@ from unsum.gradients import mark_samples
 from unsum.nested import leaves
 from unsum.progress import progress
 
+First = int | Callable[[int], object]  # the number of a batch's first example, or what each row's is called
 SamplesOfBatch = sample_maps.Samples | Tensor | None | Callable[[Any], sample_maps.Samples | Tensor | None]
 
 
@@ -48,7 +49,8 @@ class Examples:
             raise OptionError(
                 f"{what}: got a {type(data).__name__}; give a DataLoader or another iterable of batches, or a Dataset "
                 "or a list of examples.\n"
-                "  tensors side by side: torch.utils.data.TensorDataset(x, y); one batch: iter([batch])"
+                "  tensors side by side: torch.utils.data.TensorDataset(x, y); one batch: "
+                "DataLoader([batch], batch_size=None)"
             )
         self._data: Any = data
         self._batch_size, self._what = batch_size, what
@@ -140,7 +142,7 @@ def samples_of(samples: SamplesOfBatch, batch: Any) -> sample_maps.Samples | Ten
 
 
 def losses_of(
-    loss_fn: LossFunction, model: nn.Module, batch: Any, first: int, what: str, *, are_samples: bool = True
+    loss_fn: LossFunction, model: nn.Module, batch: Any, first: First, what: str, *, are_samples: bool = True
 ) -> Tensor:
     """The loss of each example of a batch, (n,); an example whose loss is not finite is an error, with its number.
 
@@ -176,13 +178,15 @@ def alone(what: str) -> Iterator[None]:
         ) from error
 
 
-def refuse_not_finite(values: Tensor, first: int, what: str, of: str) -> None:
-    """Raise if an example's number is not finite; `first` is the number of the first one. Waits for the device."""
+def refuse_not_finite(values: Tensor, first: First, what: str, of: str) -> None:
+    """Raise if an example's number is not finite; `first` is the number of the first one, or a function from a row to
+    the number of its example. Waits for the device."""
     bad = (~values.isfinite()).nonzero()
     if len(bad):
         k = int(bad[0])
+        number = first(k) if callable(first) else first + k
         raise SamplesError(
-            f"{what}: example {first + k} (row {k} of its batch): its {of} is not finite ({values[k].item()}).\n"
+            f"{what}: example {number} (row {k} of its batch): its {of} is not finite ({values[k].item()}).\n"
             "  leave it out, or find out why: unsum.watch locates the first value that is not finite"
         )
 

@@ -6,12 +6,12 @@ import argparse
 from typing import Any
 
 import unsum
-from unsum.command import TARGET, aside, command, count, written
+from unsum.command import TARGET, aside, command, count, target_name, written
 from unsum.target import everything, task
 
 _TASK = (
     "module:function or file.py:function that returns (model, loss_fn, data), or (model, loss_fn, data, options), a "
-    "dict of what unsum.index.build takes (collate, text, samples, curvature, ...)"
+    "dict of what unsum.index.build takes (collate, text, samples, curvature, ...); what is given here counts more"
 )
 
 
@@ -39,12 +39,12 @@ def _add_build(own: Any) -> None:
     example = "unsum index build train.py:setup index --project 16"
     build = command(own, "build", "build an index, or go on with one", example, _build, _TASK)
     build.add_argument("path", help="its folder")
-    build.add_argument("--project", type=count, default=16, metavar="K", help="K² numbers a parameter (%(default)s)")
-    build.add_argument("--seed", type=int, default=0, help="of the projections (%(default)s)")
-    build.add_argument("--sketches", type=count, default=1, metavar="M", help="independent projections, for error bars")
-    build.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16", help="(%(default)s)")
-    build.add_argument("--tokens", action="store_true", help="a row for each token")
-    build.add_argument("--batch-size", type=count, default=32, metavar="N", help="examples at a time (%(default)s)")
+    build.add_argument("--project", type=count, metavar="K", help="K² numbers a parameter (16)")
+    build.add_argument("--seed", type=int, help="of the projections (0)")
+    build.add_argument("--sketches", type=count, metavar="M", help="independent projections, for error bars")
+    build.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), help="(float16)")
+    build.add_argument("--tokens", action="store_true", default=None, help="a row for each token")
+    build.add_argument("--batch-size", type=count, metavar="N", help="examples at a time (32)")
     build.add_argument("--batch-tokens", type=count, metavar="N", help="instead: tokens in a batch, padding included")
     sizes = build.add_mutually_exclusive_group()
     sizes.add_argument("--shard-size", type=count, metavar="N", help="examples in a shard (at most 64 MB)")
@@ -61,7 +61,9 @@ def _add_query(own: Any) -> None:
     query.add_argument("-k", type=count, default=10, help="how many examples (%(default)s)")
     query.add_argument("--score", choices=("dot", "cosine", "influence"), default="dot", help="(%(default)s)")
     query.add_argument("--by", choices=("example", "token"), default="example", help="what is found (%(default)s)")
-    query.add_argument("--data", metavar="TARGET", help="the target that build was given: hits bring their examples")
+    query.add_argument(
+        "--data", type=target_name, metavar="TARGET", help="the target that build was given: hits bring their examples"
+    )
     query.add_argument("--rerank", type=count, metavar="N", help="score the best N again, exactly; needs --data")
     query.add_argument("--tokens", action="store_true", help="also the score of every token of the hits")
     query.add_argument("--html", metavar="FILE", help="also write a page")
@@ -84,11 +86,12 @@ def _build(arguments: argparse.Namespace) -> None:
     with aside():
         model, loss_fn, data, options = task(arguments.target)
         given = {
-            name: getattr(arguments, name)
+            name: value
             for name in ("project", "seed", "sketches", "dtype", "tokens", "batch_size", "batch_tokens", "shard_size",
                          "shards", "shard", "part")
+            if (value := getattr(arguments, name)) is not None
         }  # fmt: skip
-        unsum.index.build(model, loss_fn, data, arguments.path, **(given | options))
+        unsum.index.build(model, loss_fn, data, arguments.path, **(options | given))  # what is typed counts
     if arguments.part is None and arguments.shard is None:
         return _info(arguments)
     which = f"shard {arguments.shard}" if arguments.part is None else f"part {arguments.part[0]} of {arguments.part[1]}"

@@ -11,6 +11,7 @@ from torch import Tensor
 from unsum.index.store import Shard
 
 _BLOCK = 1 << 24  # numbers that are read at a time
+_SAME = 1 - 1e-6  # the cosine of a row with itself, after rounding
 _PAIRED = 4096  # rows that are compared with as many others at a time
 
 
@@ -51,8 +52,8 @@ class Pairs:
 
 def norms(shards: Sequence[Shard]) -> Tensor:
     """(rows,): the norm of each row."""
-    found = [stored.float().norm(dim=1) * scales for _, stored, scales in blocks(shards)]
-    return torch.cat(found).double() if found else torch.zeros(0, dtype=torch.float64)
+    found = [stored.float().norm(dim=1).double() * scales for _, stored, scales in blocks(shards)]
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
 
 
 def stand_out(values: Tensor, threshold: float) -> Tensor:
@@ -73,7 +74,7 @@ def duplicates(shards: Sequence[Shard], threshold: float) -> Pairs:
         for begin, others, _ in blocks(shards, _PAIRED, after=first):
             cosines = mine @ _directions(others).T
             cosines.masked_fill_(_not_after(first, begin, cosines), -1.0)
-            found = (cosines >= threshold).nonzero()
+            found = (cosines >= min(threshold, _SAME)).nonzero()
             pairs.append(found + torch.tensor([first, begin]))
             scores.append(cosines[found[:, 0], found[:, 1]].double())
     order = torch.cat(scores).argsort(descending=True, stable=True)

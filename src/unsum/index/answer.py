@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,11 +9,12 @@ import torch
 from torch import Tensor
 
 from unsum.errors import OptionError
-from unsum.index.data import Collate
+from unsum.index.data import Collate, looked_at
 from unsum.index.hits import Hits
 from unsum.index.query import Asker
 from unsum.index.scan import Best, scan
 from unsum.index.stored import Stored
+from unsum.influence import Influence
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Answers:
         """The best examples for queries (q, K)."""
         best = self._best(asked.to(device), k, by_example=True)
         errors = None if self.stored.info["tokens"] else self._errors(asked, best.numbers)
-        return Hits(best.numbers, best.scores.double(), errors)
+        return Hits(best.numbers, best.scores, errors)
 
     def tokens(self, asked: Tensor, k: int, device: torch.device) -> Hits:
         """The best tokens."""
         best = self._best(asked.to(device), k, by_example=False)
         ids, positions = self.stored.places(best.numbers)
-        return Hits(ids, best.scores.double(), self._errors(asked, best.numbers), positions)
+        return Hits(ids, best.scores, self._errors(asked, best.numbers), positions)
 
     def _best(self, asked: Tensor, k: int, *, by_example: bool) -> Best:
         """The highest scores, in one pass over the rows."""
@@ -51,7 +51,7 @@ class Answers:
         return best
 
     def _errors(self, asked: Tensor, numbers: Tensor) -> Tensor | None:
-        if not self.asker.has_errors:
+        if not self.asker.has_errors or self.score == "influence":  # the rows' second moment mixes the sketches
             return None
         rows = self.stored.chosen(numbers)
         found = self.asker.errors(asked, rows)
@@ -62,13 +62,10 @@ class Answers:
     def reranked(self, hits: Hits, batch: Any, k: int, *, tokens: bool) -> Hits:
         """The second stage: whole gradients of all queries' candidates together, then each query's own."""
         own = hits.ids.unique()
-        matrix, by_token = self.asker.exact(
-            batch, self._looked_up(own, "rerank="), self.score, self.collate, tokens=tokens
-        )
+        exact = self.asker.exact(batch, self._looked_up(own, "rerank="), self.score, self.collate, tokens=tokens)
         place = torch.searchsorted(own, hits.ids)
-        scores, order = matrix.gather(1, place).topk(min(k, place.shape[1]), dim=1)
-        found = Hits(hits.ids.gather(1, order), scores)
-        return found if by_token is None else replace(found, tokens=_arranged(by_token, place.gather(1, order)))
+        scores, order = exact.matrix.gather(1, place).topk(min(k, place.shape[1]), dim=1)
+        return _with_tokens(Hits(hits.ids.gather(1, order), scores), exact, place.gather(1, order))
 
     def with_tokens(self, hits: Hits, asked: Tensor, batch: Any) -> Hits:
         """The score of every token of the hits: from the rows, or from whole gradients."""
@@ -76,9 +73,8 @@ class Answers:
             rows = [[self.stored.rows_of(int(e)).double() @ asked[q] for e in row] for q, row in enumerate(hits.ids)]
             return replace(hits, tokens=rows)
         own = hits.ids.unique()
-        _, by_token = self.asker.exact(batch, self._looked_up(own, "tokens="), self.score, self.collate, tokens=True)
-        assert by_token is not None
-        return replace(hits, tokens=_arranged(by_token, torch.searchsorted(own, hits.ids)))
+        exact = self.asker.exact(batch, self._looked_up(own, "tokens="), self.score, self.collate, tokens=True)
+        return _with_tokens(hits, exact, torch.searchsorted(own, hits.ids))
 
     def _looked_up(self, numbers: Tensor, what: str) -> list[Any]:
         if self.data is None:
@@ -88,6 +84,9 @@ class Answers:
                 f"query({what}): the data has {len(self.data)} examples, and the index {self.stored.info['examples']}: "
                 "it is not the data set that it was built from, or several documents are in one example"
             )
+        known = self.stored.info["data"]
+        if "examples" in known and looked_at(self.data) != known["content"]:
+            raise OptionError(f"query({what}): the data is not what the index was built from: other examples, or order")
         return [self.data[number] for number in numbers.tolist()]
 
 
@@ -104,6 +103,9 @@ def is_by_example(data: Any, stored: Stored) -> bool:
     return len(data) == stored.info["examples"]
 
 
-def _arranged(by_token: Sequence[Tensor], place: Tensor) -> list[list[Tensor]]:
+def _with_tokens(hits: Hits, exact: Influence, place: Tensor) -> Hits:
     """[query][rank]: the scores of tokens, of what was computed for all queries together."""
-    return [[by_token[p][q] for p in row] for q, row in enumerate(place.tolist())]
+    if exact.tokens is None:
+        return hits
+    by_token = [[exact.tokens[q, p] for p in row] for q, row in enumerate(place.tolist())]
+    return replace(hits, tokens=by_token, left_out=exact.left_out)

@@ -15,7 +15,7 @@ from unsum.check import LossFunction
 from unsum.curvature import Curvature
 from unsum.errors import OptionError, UnsupportedError
 from unsum.examples import SamplesOfBatch
-from unsum.index import locks, store
+from unsum.index import locks, store, texts
 from unsum.index.builder import Builder
 from unsum.index.data import Collate, Length, cut
 from unsum.index.maker import Maker, sketch_of
@@ -104,6 +104,8 @@ def build(
             raise OptionError(f"{name}={value!r}: a whole number, {least} or more")
     if sum(option is not None for option in (shard, part)) > 1 or None not in (shards, shard_size):
         raise OptionError("build: give shard= or part=, and shards= or shard_size=; not both")
+    texts.check(ids, "ids", data)
+    texts.check(text, "text", data)
     sized = cut(data, batch_size=batch_size, batch_tokens=batch_tokens, collate=collate, length=length, what="build")
     sketch, params = sketch_of(model, project, seed, sketches, curvature, params, tokens=tokens)
     folder, ranks = _folder(path), Ranks(alone=shard is not None or part is not None)
@@ -176,6 +178,8 @@ def _own(
     builder: Builder, shard: int | None, part: tuple[int, int] | None, ranks: Ranks, shards: int | None
 ) -> Sequence[int] | None:
     """The shards that this process makes; None: one after the other, until the data ends."""
+    if shard is None and part is None and ranks.count == 1:
+        builder.cut.until_the_end()
     known = builder.cut.shards()
     if known is None:
         if shard is not None or part is not None or ranks.count > 1:
@@ -213,7 +217,8 @@ def _work(builder: Builder, own: Sequence[int] | None, ranks: Ranks) -> None:
 def _fill(builder: Builder, own: Sequence[int] | None, ranks: Ranks) -> None:
     """Make the shards that are not there."""
     size, total = builder.cut.size, builder.cut.total
-    work = None if own is None or total is None else sum(min(size, total - number * size) for number in own)
+    known = None if total is None else -(-total // size)
+    work = total if own is None or total is None else sum(min(size, total - number * size) for number in own)
     rate = Rate(work, builder.cut.unit)
     label = "index" if ranks.count == 1 else f"index (1 of {ranks.count} processes)"
     shown = None if ranks.rank == 0 else False
@@ -227,9 +232,11 @@ def _fill(builder: Builder, own: Sequence[int] | None, ranks: Ranks) -> None:
 
     with line:
         for number in count() if own is None else own:
+            if own is None and number == known and builder.is_complete:
+                break
             if builder.missing([number]):
                 if not builder.make(number, advance, others=ranks.count > 1) and own is None:
                     break
             elif work is not None and total is not None:
-                rate.before(min(size, total - number * size))
-                line.step(by=min(size, total - number * size))
+                rate.before(max(min(size, total - number * size), 0))
+                line.step(by=max(min(size, total - number * size), 0))

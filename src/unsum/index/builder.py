@@ -11,13 +11,17 @@ from torch import Tensor
 
 from unsum.curvature import Curvature
 from unsum.errors import OptionError, SamplesError, UnsumError, UnsupportedError
+from unsum.examples import First
 from unsum.fingerprint import content
 from unsum.index import locks, plan, store, texts
 from unsum.index.data import Cut, Part
 from unsum.index.journal import Journal, Record
 from unsum.index.maker import Maker
 from unsum.index.ranks import Ranks
+from unsum.seams.modes import exactly
 from unsum.seams.sharding import is_sharded, on_any_rank, tell_failed
+
+_PADDING = 1e-5  # of the gradients of tokens: what those of padding may have, which is left out
 
 
 class Builder:
@@ -30,11 +34,12 @@ class Builder:
         self.folder, self._maker, self.cut, self._dtype = folder, maker, cut, dtype
         self._curvature, self._tokens, self._ids, self._text = curvature, tokens, ids, text
         self.plan: Mapping[str, Any] = {}
+        self._mark = ""  # what shards say they belong to
         self._ranks, self._is_stepping = ranks, False
         cut.needs_lengths = tokens
         # A build that goes on looks at the ends of its shards. Once it is complete, calling it again is a repair: every
         # byte is read.
-        self._is_complete = (folder / store.MANIFEST).exists()
+        self.is_complete = (folder / store.MANIFEST).exists()
 
     def prepare(self, shard_size: int | None, shards: int | None) -> None:
         """Make the plan, or compare with the one that is there."""
@@ -44,9 +49,11 @@ class Builder:
         if known is None:
             made = self._ranks.together(lambda: plan.make(asked, self._maker, self.cut, shard_size, shards))
             known = self._ranks.from_first(lambda: self._keep(made))
-        self._ranks.together(lambda: plan.refuse_other(self.folder, known, asked, self.cut, shard_size, shards))
+        else:
+            self._ranks.together(lambda: plan.refuse_other(self.folder, known, asked, self.cut, shard_size, shards))
+            self._ranks.from_first(lambda: plan.keep_curvature(self.folder, self._curvature, known["sketch"]))
         self._maker.keep(known["columns"])
-        self.plan = known
+        self.plan, self._mark = known, plan.mark(known)
         self.cut.size = known["cut"]["size"]
         self._ranks.together(self._refuse_other_rows)
 
@@ -62,11 +69,20 @@ class Builder:
         )
 
     def _known(self) -> dict[str, Any] | None:
-        is_begun = any(self.folder.glob("shard-*")) or (self.folder / store.MANIFEST).exists()
+        is_begun = any(self.folder.glob("shard-*"))
         # Read after that look: who makes a shard has written the plan before.
-        known = store.read_json(self.folder, store.PLAN)
-        if known is None and is_begun:
-            raise OptionError(f"{self.folder}: has shards and no {store.PLAN}; give another path")
+        try:
+            known, damage = store.read_json(self.folder, store.PLAN), None
+        except OptionError as error:
+            known, damage = None, error
+        if known is None:  # the manifest of a build that was complete says it as well
+            known = plan.from_manifest(self.folder)
+            if known is not None:
+                store.write_json(self.folder, store.PLAN, known)
+            elif damage is not None:
+                raise damage
+            elif is_begun:
+                raise OptionError(f"{self.folder}: has shards and no {store.PLAN}; give another path")
         return known
 
     def _keep(self, made: dict[str, Any]) -> dict[str, Any]:
@@ -76,7 +92,7 @@ class Builder:
             other = store.read_json(self.folder, store.PLAN)
             if other is not None:
                 return other
-            plan.keep_curvature(self.folder, self._curvature)
+            plan.keep_curvature(self.folder, self._curvature, made["sketch"])
             store.write_json(self.folder, store.PLAN, made)
             return made
 
@@ -94,14 +110,15 @@ class Builder:
             here = torch.isin(shard.tokens()[0], tensors["examples"])
         else:
             here = torch.zeros(len(stored), dtype=torch.bool)
-            here[torch.tensor(first.numbers) if first.numbers is not None else slice(len(tensors["rows"]))] = True
+            here[tensors["order"] if "order" in tensors else slice(len(tensors["rows"]))] = True
         known = (stored.float() * scales[:, None])[here]
         order = tensors["order"].argsort() if "order" in tensors else slice(None)
         made = (tensors["rows"].float() * tensors["scales"][:, None])[order]
-        if known.shape != made.shape or float((known - made).norm()) > 0.02 * float(known.norm()) + 1e-30:
+        off = known.double() - made.double() if known.shape == made.shape else known.new_ones(1)
+        if known.shape != made.shape or float(off.norm()) > 0.02 * float(known.double().norm()):
             raise OptionError(
-                f"{self.folder}: the first examples no longer give the rows that are there: loss_fn, samples= or the "
-                "model's mode (train, eval) is another.\n  give the same, or another path"
+                f"{self.folder}: the first examples no longer give the rows that are there: loss_fn, samples=, the "
+                "model's mode (train, eval) or the data is another.\n  give the same, or another path"
             )
 
     def missing(self, numbers: Iterable[int]) -> list[int]:
@@ -109,7 +126,7 @@ class Builder:
         return [number for number in numbers if self._at(number) is None]
 
     def _at(self, number: int) -> store.Shard | None:
-        return texts.shard_at(self.folder, number, self.plan, every_byte=self._is_complete)
+        return texts.shard_at(self.folder, number, self.plan, self._mark, every_byte=self.is_complete)
 
     def make(self, number: int, advance: Callable[[int, int], None], *, others: bool = False) -> bool:
         """Make a shard, or go on with it; False if there is no data for it. `advance(examples, bytes)` hears of each
@@ -128,9 +145,10 @@ class Builder:
             journal = Journal(self.folder, number)
             is_done = False
             try:
-                made, named = self._filled(number, journal, advance)
+                made, named, examples = self._filled(number, journal, advance)
                 if made:
-                    self._write(number, made, named)
+                    with exactly():
+                        self._write(number, made, named, examples)
                 is_done = True
                 return bool(made)
             finally:
@@ -155,7 +173,7 @@ class Builder:
         backward broke off in the middle."""
         return self._is_stepping and is_sharded(self._maker.model) and not isinstance(error, UnsumError)
 
-    def _stepped(self, part: Part, first: int) -> Tensor:
+    def _stepped(self, part: Part, first: First) -> Tensor:
         """The rows of a batch, of a forward and backward in which every process takes part."""
         self._is_stepping = True
         found = self._maker.rows(part.batch, "build", first)
@@ -164,24 +182,24 @@ class Builder:
 
     def _filled(
         self, number: int, journal: Journal, advance: Callable[[int, int], None]
-    ) -> tuple[list[Record], list[texts.Named]]:
-        """What the batches of a shard give: from the journal what was done before."""
+    ) -> tuple[list[Record], list[texts.Named], int]:
+        """What the batches of a shard give, from the journal what was done before; and how many examples they have."""
         made = list(journal.records())
         named: list[texts.Named] = []
-        rows = 0
+        examples = 0
         for k, part in enumerate(self.cut.parts(number)):
             if k < len(made):
                 self._refuse_other_content(number, made[k], part)
             else:
-                record = Record(self._tensors(part, number, rows), content(part.batch))
+                record = Record(self._tensors(part, number, examples), content(part.batch))
                 journal.add(record)
                 made.append(record)
-            some = len(made[k].tensors["rows"])
+            some = self._examples(part, made[k], examples)
             if texts.wanted(self.plan):
                 named.append(texts.read(part, some, self._ids, self._text, number * self.cut.size))
-            rows += some
+            examples += some
             advance(1 if self.cut.unit == "batches" else len(part.examples or ()), _bytes(made[k]))
-        return made, named
+        return made, named, examples
 
     def _refuse_other_content(self, number: int, record: Record, part: Part) -> None:
         if record.content != content(part.batch):
@@ -190,22 +208,33 @@ class Builder:
             )
 
     def _tensors(self, part: Part, number: int, before: int) -> dict[str, Tensor]:
-        """What is stored of a batch: rows and scales, and `order`, where each row belongs in the shard."""
-        first = number * self.cut.size + (min(part.numbers) if part.numbers else before)
+        """What is stored of a batch, of whose shard so many examples came before: rows and scales; and `order`, where
+        each row belongs in the shard, if examples of like length were put together."""
         on_any_rank(self._maker.model, True)
-        rows = self._stepped(part, first)
+        rows = self._stepped(part, lambda k: self._called(k, part, number, before))
         found: dict[str, Tensor] = {}
         if self._tokens:
             rows, found = self._by_token(rows, part, before)
-        elif part.numbers is not None and len(part.numbers) == len(rows):
+        elif part.is_sorted:
+            if len(part.numbers or ()) != len(rows):
+                raise UnsupportedError(
+                    f"build(batch_tokens=...): {len(part.numbers or ())} examples gave {len(rows)} rows, so that their "
+                    "order is lost when examples of like length are put together.\n  give batch_size= instead"
+                )
             found["order"] = torch.tensor(part.numbers)
-        elif part.numbers is not None and self.plan["data"]["batches"].get("tokens") is not None:
-            raise UnsupportedError(
-                f"build(batch_tokens=...): {len(part.numbers)} examples gave {len(rows)} rows, so that their order is "
-                "lost when examples of like length are put together.\n  give batch_size= instead"
-            )
         stored, scales = store.scaled(rows, store.DTYPES[self._dtype])
         return {"rows": stored.contiguous(), "scales": scales, **found}
+
+    def _called(self, k: int, part: Part, number: int, before: int) -> str:
+        """The number of the k-th sample of a batch, in words."""
+        is_numbered = part.numbers is not None and not self._maker.has_documents
+        place = part.number(k) if is_numbered else before + k
+        first = None if self._maker.has_documents and number else self.cut.before(number)
+        if first is None:  # the shards before it know, if they are there
+            shards = [store.shard_at(self.folder, each, every_byte=False) for each in range(number)]
+            known = [shard.told["examples"] for shard in shards if shard is not None]
+            first = sum(known) if len(known) == number else None
+        return str(first + place) if first is not None else f"{place} of shard {number}"
 
     def _by_token(self, rows: Tensor, part: Part, before: int) -> tuple[Tensor, dict[str, Tensor]]:
         """(n, t, K) as one row for each token that an example has; padding has none, where lengths are known."""
@@ -217,11 +246,11 @@ class Builder:
             )
         lengths = part.lengths if part.lengths is not None and max(part.lengths, default=0) <= t else [t] * n
         is_token = torch.arange(t) < torch.tensor(lengths)[:, None]
-        if bool(rows[~is_token].any()):
-            raise SamplesError(
-                f"build(tokens=True): the examples are taken to have {min(lengths)} to {max(lengths)} tokens, and "
-                "positions after their ends have gradients.\n  give length=, a function from an example to its number "
-                "of tokens; or mask the padding, if it is padding"
+        if float(rows[~is_token].norm()) > _PADDING * float(rows.norm()):
+            raise OptionError(
+                "build(tokens=True): positions beyond an example's length have gradients, which would be lost: pad on "
+                "the right and leave padding out of the loss and of attention, or, if length is that of something "
+                "else, give length=, a function from an example to the number of its tokens"
             )
         numbers = torch.tensor(part.numbers if part.numbers is not None else range(before, before + n))
         examples = numbers[:, None].expand(n, t)[is_token]
@@ -229,7 +258,7 @@ class Builder:
         order = examples * (1 << 32) + positions
         return rows[is_token], {"examples": examples.int(), "positions": positions.int(), "order": order}
 
-    def _write(self, number: int, made: Sequence[Record], named: Sequence[texts.Named]) -> None:
+    def _write(self, number: int, made: Sequence[Record], named: Sequence[texts.Named], examples: int) -> None:
         tensors = {name: torch.cat([record.tensors[name] for record in made]) for name in made[0].tensors}
         if "order" in tensors:
             order = tensors.pop("order")
@@ -237,16 +266,20 @@ class Builder:
                 tensors = {name: value[order.argsort()] for name, value in tensors.items()}
         told = {
             "dtype": self._dtype, "number": number, "data": content([record.content for record in made]),
-            "examples": self._examples(tensors),
+            "examples": examples, "plan": self._mark,
         }  # fmt: skip
         if named:
             told["texts"] = texts.write(self.folder, number, named)
         store.write_shard(self.folder, number, tensors, told)
 
-    def _examples(self, tensors: Mapping[str, Tensor]) -> int:
+    def _examples(self, part: Part, record: Record, before: int) -> int:
+        """How many examples a batch has, after so many of its shard: also those that have no tokens count."""
         if not self._tokens:
-            return len(tensors["rows"])
-        return int(tensors["examples"].max()) + 1 if len(tensors["examples"]) else 0
+            return len(record.tensors["rows"])
+        if part.numbers is not None:
+            return len(part.numbers)
+        own = record.tensors["examples"]
+        return int(own.max()) + 1 - before if len(own) else 0
 
     def finish(self) -> bool:
         """Write the manifest if every shard is there."""
@@ -263,7 +296,7 @@ class Builder:
                     if count is None:
                         break
                     return False
-                except (OSError, ValueError, KeyError, TypeError):
+                except store.DAMAGED:
                     return False
                 shards.append({
                     "file": shard.path.name, "rows": shard.rows, "examples": shard.told["examples"],

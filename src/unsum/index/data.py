@@ -38,6 +38,11 @@ class Part:
     examples: Sequence[Any] | None = None  # as the data gives them, if it gives examples
     numbers: Sequence[int] | None = None  # where they stand in the shard; None: one after the other
     lengths: Sequence[int] | None = None  # how many positions each has, if that is known
+    is_sorted: bool = False  # whether examples of like length were put together
+
+    def number(self, k: int) -> int:
+        """Where the k-th of them stands in the shard, if nothing came before those that have no numbers."""
+        return self.numbers[k] if self.numbers is not None else k
 
 
 class Cut(ABC):
@@ -52,6 +57,13 @@ class Cut(ABC):
     def shards(self) -> int | None:
         """How many shards; None if only the end will tell."""
         return None if self.total is None else -(-self.total // self.size)
+
+    def until_the_end(self) -> None:  # noqa: B027
+        """One process makes all shards: what the data says of its length is then not needed, and need not be right."""
+
+    def before(self, shard: int) -> int | None:
+        """How many examples the shards before this one have, if that is known."""
+        return 0 if shard == 0 else None
 
     @abstractmethod
     def parts(self, shard: int) -> Iterator[Part]:
@@ -70,6 +82,9 @@ def cut(
     data: Any, *, batch_size: int, batch_tokens: int | None, collate: Collate | None, length: Length | None, what: str
 ) -> Cut:
     """The data, ready to be cut: `size` is still to be set."""
+    for name, value in (("collate", collate), ("length", length)):
+        if value is not None and not callable(value):
+            raise OptionError(f"{name}={value!r}: a function, or None")
     examples = Examples(data, batch_size=batch_size, what=what)
     if examples.is_once or examples.is_shuffled:
         raise OptionError(f"{what}: the data must come in the same order again: no iterator, no shuffle=True")
@@ -106,6 +121,9 @@ class _Listed(Cut):
         self.total: int = len(data)
         self.least = _BATCHES * batch_size if tokens is None else WINDOW
 
+    def before(self, shard: int) -> int:
+        return shard * self.size
+
     def parts(self, shard: int) -> Iterator[Part]:
         end = min((shard + 1) * self.size, self.total)
         step = self._batch_size if self._tokens is None else WINDOW
@@ -120,6 +138,7 @@ class _Listed(Cut):
                     chosen,
                     [begin - shard * self.size + k for k in some],
                     None if lengths is None else [lengths[k] for k in some],
+                    self._tokens is not None,
                 )
 
     def _grouped(self, lengths: Sequence[int] | None, count: int) -> list[Sequence[int]]:
@@ -136,7 +155,9 @@ class _Listed(Cut):
         return list(groups)
 
     def _lengths(self, examples: Sequence[Any]) -> list[int] | None:
-        found = [length_of(example) if self._length is None else self._length(example) for example in examples]
+        found: list[Any] = [
+            length_of(example) if self._length is None else self._length(example) for example in examples
+        ]
         if any(value is None for value in found):
             if self._tokens is not None:
                 raise OptionError(
@@ -144,15 +165,25 @@ class _Listed(Cut):
                     f"{type(examples[0]).__name__}.\n  give length=, a function from an example to a number"
                 )
             return None
-        return [int(value) for value in found if value is not None]
+        for value in found:
+            if not hasattr(value, "__index__") or int(value) < 0:
+                raise OptionError(f"{self._what}: length= gave {value!r}: a whole number, 0 or more, is needed")
+        return [int(value) for value in found]
 
     def told(self) -> dict[str, Any]:
-        looked_at = sorted({k * (self.total - 1) // max(_LOOKED_AT - 1, 1) for k in range(_LOOKED_AT)})
         return {
             "examples": self.total,
-            "content": content([self._data[k] for k in looked_at if 0 <= k < self.total]),
+            "content": looked_at(self._data),
             "batches": {"size": self._batch_size} if self._tokens is None else {"tokens": self._tokens},
         }
+
+
+def looked_at(data: Any) -> str:
+    """Of some examples of a data set, from the first to the last."""
+    last = len(data) - 1
+    return content(
+        [data[k] for k in sorted({k * last // (_LOOKED_AT - 1) for k in range(_LOOKED_AT)}) if 0 <= k <= last]
+    )
 
 
 def length_of(example: Any) -> int | None:
@@ -177,6 +208,10 @@ class _Loaded(Cut):
         self._chosen: list[Any] = list(sampler)
         self.total: int = len(self._chosen)
         self.least = _BATCHES
+        self._are_groups = loader.batch_sampler is not None
+
+    def before(self, shard: int) -> int | None:
+        return sum(map(len, self._chosen[: shard * self.size])) if self._are_groups else super().before(shard)
 
     def parts(self, shard: int) -> Iterator[Part]:
         chosen = self._chosen[shard * self.size : (shard + 1) * self.size]
@@ -185,14 +220,10 @@ class _Loaded(Cut):
         if not loader.num_workers:
             make: Any = loader.collate_fn
             batches = (
-                make([loader.dataset[k] for k in some] if _is_group(some) else loader.dataset[some]) for some in chosen
+                make([loader.dataset[k] for k in some] if self._are_groups else loader.dataset[some]) for some in chosen
             )
         else:
-            how = (
-                {"batch_sampler": chosen}
-                if loader.batch_sampler is not None
-                else {"batch_size": None, "sampler": chosen}
-            )
+            how = {"batch_sampler": chosen} if self._are_groups else {"batch_size": None, "sampler": chosen}
             batches = _each(
                 DataLoader(
                     loader.dataset, collate_fn=loader.collate_fn, num_workers=loader.num_workers,
@@ -205,10 +236,8 @@ class _Loaded(Cut):
 
     def told(self) -> dict[str, Any]:
         chosen = self._chosen
-        looked_at = sorted(
-            {k * (len(chosen) - 1) // max(_LOOKED_AT - 1, 1) for k in range(_LOOKED_AT)} if chosen else ()
-        )
-        ends = [chosen[k][0] if _is_group(chosen[k]) else chosen[k] for k in looked_at]
+        places = sorted({k * (len(chosen) - 1) // (_LOOKED_AT - 1) for k in range(_LOOKED_AT)} if chosen else ())
+        ends = [chosen[k][0] if self._are_groups else chosen[k] for k in places]
         return {
             "batches": self.total,
             "content": content([self._loader.dataset[k] for k in ends]),
@@ -218,10 +247,6 @@ class _Loaded(Cut):
 
 def _each(batches: Iterable[Any]) -> Iterator[Any]:
     yield from batches
-
-
-def _is_group(chosen: Any) -> bool:
-    return isinstance(chosen, list | tuple)
 
 
 class _Streamed(Cut):
@@ -235,6 +260,7 @@ class _Streamed(Cut):
         self.total = examples.batches()
         self.least = _BATCHES
         self._at = 0
+        self._is_all = False  # whether one process reads all of it
         self._running: Iterator[Any] | None = None  # goes on where the last shard ended
 
     def parts(self, shard: int) -> Iterator[Part]:
@@ -246,6 +272,14 @@ class _Streamed(Cut):
         for part in islice(self._running, self.size):
             self._at += 1
             yield part
+        if shard + 1 == self.shards() and next(self._running, None) is not None:  # it would be left out
+            raise OptionError(f"{self._what}: the data says that it has {self.total} batches (len()), and has more")
+
+    def shards(self) -> int | None:
+        return None if self._is_all else super().shards()
+
+    def until_the_end(self) -> None:
+        self._is_all = True
 
     def _all(self) -> Iterator[Part]:
         if not self._examples.has_examples:

@@ -38,6 +38,7 @@ class Hits:
     texts: Sequence[Sequence[str]] | None = None  # [query][rank]: texts that it was built with
     examples: Sequence[Sequence[Any]] | None = None  # [query][rank], where the data set was given
     are_norms: bool = False  # whether scores are the norms of rows: what `i.outliers` gives
+    left_out: Sequence[str] = ()  # parameters without positions, which `tokens` from whole gradients is without
 
     def __repr__(self) -> str:
         queries, k = self.ids.shape

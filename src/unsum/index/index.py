@@ -20,6 +20,7 @@ from unsum.index.hits import Hits
 from unsum.index.query import Asker
 from unsum.index.stored import Stored
 from unsum.progress import progress
+from unsum.seams.modes import exactly
 
 
 class Index:
@@ -64,7 +65,7 @@ class Index:
     def verify(self) -> list[str]:
         """The names of files that are damaged or missing. `build`, called again, builds them anew."""
         found = [self._stored.damaged(number) for number in progress(range(len(self.info["shards"])), "verify")]
-        return [name for name in found if name is not None]
+        return [*self._stored.damaged_beside(), *(name for name in found if name is not None)]
 
     def rows(self, start: int, stop: int) -> Tensor:
         """(stop - start, K), in float32. With rows for tokens, `i.tokens(start, stop)` says which tokens they are."""
@@ -112,15 +113,18 @@ class Index:
             device: Where rows are multiplied; None: where the model is.
         """
         self._check_query(k, score, by, rerank, tokens)
+        if damping is not None and score != "influence":
+            raise OptionError(f"query(damping={damping!r}): only score='influence' is damped")
         asker = Asker(self._stored, model, loss_fn, samples)
         answers = Answers(self._stored, asker, score, self._data if data is None else _numbered(data), self._collate)
         asked = asker.rows(batch)
-        if score == "influence":
-            asked = asker.turned(asked, damping)
         where = next(iter(model.parameters())).device if device is None else torch.device(device)
+        with exactly():
+            asked = asker.turned(asked, damping) if score == "influence" else asked
+            find = answers.tokens if by == "token" else answers.examples
+            hits = find(asked, max(k, rerank or 0), where)
         if by == "token":
-            return told(answers.tokens(asked, k, where), self._stored, answers.data)
-        hits = answers.examples(asked, max(k, rerank or 0), where)
+            return told(hits, self._stored, answers.data)
         if rerank is not None:
             hits = answers.reranked(hits, batch, k, tokens=tokens)
         elif tokens:
@@ -168,7 +172,8 @@ class Index:
             raise OptionError(f"duplicates({threshold!r}): a cosine, above 0 and at most 1")
         if self.info["tokens"]:
             raise OptionError("duplicates: this index has rows for tokens; build one with rows for examples")
-        return alike.duplicates(self._stored.shards, threshold)
+        with exactly():
+            return alike.duplicates(self._stored.shards, threshold)
 
     def export(self, path: str | os.PathLike[str], format: Literal["faiss", "arrow", "parquet", "numpy"]) -> None:
         """Write all rows for another program: a FAISS index of inner products, an Arrow or Parquet file with ids and

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from unsum.check import LossFunction
 from unsum.choice import exactly
 from unsum.curvature import Curvature, load
-from unsum.errors import OptionError, SamplesError
-from unsum.examples import SamplesOfBatch, alone, losses_of, refuse_not_finite, refuse_other_number, samples_of
+from unsum.errors import OptionError, SamplesError, UnsumError, UnsupportedError
+from unsum.examples import First, SamplesOfBatch, alone, losses_of, refuse_not_finite, refuse_other_number, samples_of
 from unsum.fingerprint import content, fingerprint, of_others
 from unsum.gradients import gradients
 from unsum.index import store
@@ -36,7 +36,12 @@ class Maker:
         self._params: str | Sequence[str] = "*" if params is None else params
         self.parameters = parameters_of(model, self._params)
 
-    def rows(self, batch: Any, what: str, first: int = 0) -> Tensor:
+    @property
+    def has_documents(self) -> bool:
+        """Whether somebody says where the samples are: a batch may then have more or fewer of them than examples."""
+        return self._samples is not None
+
+    def rows(self, batch: Any, what: str, first: First = 0) -> Tensor:
         """(n, K) of a batch whose first example has this number; with rows for tokens (n, t, K)."""
         reducer = self.sketch.rows()
         samples = samples_of(self._samples, batch)
@@ -54,7 +59,7 @@ class Maker:
         refuse_not_finite(found.flatten(1).sum(1), first, what, "gradient")
         return found
 
-    def leave_out(self, batch: Any) -> None:
+    def leave_out(self, batch: Any, first: First = 0) -> None:
         """With rows for tokens: find the parameters that have no gradient for each position, and leave them out."""
         samples = samples_of(self._samples, batch)
         reducer = self.sketch.rows()
@@ -63,7 +68,7 @@ class Maker:
         with alone("build"), _unsynchronised(self.model), gradients(
             self.model, reducer, samples=samples, params=self._params, grad=False
         ):  # fmt: skip
-            losses_of(self._loss_fn, self.model, batch, 0, "build", are_samples=samples is None).sum().backward()
+            losses_of(self._loss_fn, self.model, batch, first, "build", are_samples=samples is None).sum().backward()
         self.keep([name for name in self.sketch.columns if name not in reducer.left_out])
 
     def keep(self, names: Iterable[str]) -> None:
@@ -87,8 +92,8 @@ class Maker:
         for name, grad in zip(self.parameters, wanted, strict=True):
             if grad is not None:
                 grad = grad.to_dense() if grad.layout != torch.strided else grad
-                off += float((g[name].sum() + g[name].shared() - grad).double().norm()) ** 2
-                size += float(grad.double().norm()) ** 2
+                off += _size(g[name].sum() + g[name].shared() - grad) ** 2
+                size += _size(grad) ** 2
         return float((off / size) ** 0.5) if size else 0.0
 
     def marks(self) -> dict[str, Any]:
@@ -109,21 +114,37 @@ def sketch_of(
         if params is not None:
             raise OptionError("params= and curvature=: the curvature says which parameters it covers; give one of them")
         names = [exactly(name) for name in curvature.parameters]
-        curvature.refuse_changed(parameters_of(model, names))
+        chosen = parameters_of(model, names)
+        curvature.refuse_changed(chosen)
+        if others := [name for name, p in chosen.items() if p.is_complex()]:
+            raise UnsupportedError(f"build(curvature=...): {others[0]} is complex; build by random projections")
         return Leading(curvature, k), names
     chosen = parameters_of(model, "*" if params is None else params)
-    return Projected({name: tuple(p.shape) for name, p in chosen.items()}, k, seed, sketches, tokens=tokens), params
+    return Projected(chosen, k, seed, sketches, tokens=tokens), params
 
 
 def sketch_from(folder: Path, model: nn.Module, plan: Mapping[str, Any]) -> tuple[Sketch, Curvature | None]:
     """How queries of an index become rows."""
     told = plan["sketch"]
     if told["kind"] == "eigenbasis":
-        curvature = load(folder / store.CURVATURE)
+        curvature = curvature_at(folder, told)
         return Leading(curvature, told["k"]), curvature
     chosen = parameters_of(model, [exactly(name) for name in plan["columns"]])
-    shapes = {name: tuple(chosen[name].shape) for name in plan["columns"]}
-    return Projected(shapes, told["k"], told["seed"], told["sketches"]), None
+    kept = {name: chosen[name] for name in plan["columns"]}
+    return Projected(kept, told["k"], told["seed"], told["sketches"]), None
+
+
+def curvature_at(folder: Path, told: Mapping[str, Any]) -> Curvature:
+    """The curvature beside the rows of an index, which says this of it."""
+    path = folder / store.CURVATURE
+    remedy = "unsum.index.build(...), called again, writes it anew"
+    try:
+        found = load(path)
+    except (*store.DAMAGED, RuntimeError, UnsumError) as error:
+        raise OptionError(f"{path}: damaged or missing ({str(error).splitlines()[0]}).\n  {remedy}") from error
+    if Leading(found, told["k"]).told() != told:
+        raise OptionError(f"{path}: not the curvature that the index was built with.\n  {remedy}")
+    return found
 
 
 def parameters_of(model: nn.Module, params: str | Sequence[str]) -> dict[str, Tensor]:
@@ -151,6 +172,10 @@ def _unsynchronised(model: Any) -> Iterator[None]:
         finally:
             if before is not None:
                 model.require_forward_param_sync = before
+
+
+def _size(value: Tensor) -> float:
+    return float((torch.view_as_real(value) if value.is_complex() else value).double().norm())
 
 
 def _gathered(parameter: Tensor) -> Tensor:

@@ -3,6 +3,7 @@ build goes on."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -13,9 +14,10 @@ import torch
 
 from unsum.curvature import Curvature
 from unsum.errors import OptionError, SamplesError, UnsupportedError
+from unsum.fingerprint import content
 from unsum.index import store
 from unsum.index.data import SHARDS, Cut
-from unsum.index.maker import Maker
+from unsum.index.maker import Maker, curvature_at
 from unsum.report.frame import version
 
 _BYTES = 1 << 26  # of a shard, at most, unless somebody says how many examples it has
@@ -35,8 +37,9 @@ def make(asked: dict[str, Any], maker: Maker, cut: Cut, shard_size: int | None, 
     first = cut.first()
     if first is None:
         raise SamplesError("build: the data is empty")
-    maker.leave_out(first.batch)
-    rows = maker.rows(first.batch, "build")
+    numbered = (lambda k: k) if maker.has_documents else first.number
+    maker.leave_out(first.batch, numbered)
+    rows = maker.rows(first.batch, "build", numbered)
     examples = len(first.examples) if first.examples is not None else 1
     many = rows.shape[:-1].numel() / max(examples if cut.unit == "examples" else 1, 1)  # rows of an example, or batch
     by_bytes = max(1, int(_BYTES // max(many * maker.sketch.width * _bytes(asked["dtype"]), 1)))
@@ -110,13 +113,29 @@ def _bytes(dtype: str) -> int:
     return torch.finfo(store.DTYPES[dtype]).bits // 8
 
 
-def keep_curvature(folder: Path, curvature: Curvature | None) -> None:
-    """The curvature beside the rows, for queries. It is there before the plan that speaks of it."""
+def keep_curvature(folder: Path, curvature: Curvature | None, told: Mapping[str, Any]) -> None:
+    """The curvature beside the rows, for queries, unless it is there whole. It is there before the plan that speaks of
+    it."""
     if curvature is None:
         return
-    beside = folder / f".{store.CURVATURE}.part"
-    with store.telling(folder / store.CURVATURE):
-        curvature.save(beside)
-        store.sync(beside)
-        os.replace(beside, folder / store.CURVATURE)
-        store.sync(folder)
+    try:
+        curvature_at(folder, told)
+    except OptionError:
+        beside = folder / f".{store.CURVATURE}.part"
+        with store.telling(folder / store.CURVATURE):
+            curvature.save(beside)
+            store.sync(beside)
+            os.replace(beside, folder / store.CURVATURE)
+            store.sync(folder)
+
+
+def mark(known: Mapping[str, Any]) -> str:
+    """What shards say they belong to: all that decides rows, whoever made the plan."""
+    decides = {name: value for name, value in known.items() if name not in ("audit", "made with")}
+    return content(json.dumps(decides, sort_keys=True))
+
+
+def from_manifest(folder: Path) -> dict[str, Any] | None:
+    """The plan that an index was built by; None if there is no manifest."""
+    known = store.read_json(folder, store.MANIFEST)
+    return known and {name: value for name, value in known.items() if name not in ("shards", "rows", "examples")}

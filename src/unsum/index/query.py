@@ -3,6 +3,7 @@ from whole gradients."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from unsum.index.maker import Maker, sketch_from
 from unsum.index.sketch import Projected
 from unsum.index.store import Shard
 from unsum.index.stored import Stored
-from unsum.influence import influence
+from unsum.influence import Influence, influence
 
 _WHOLE = 8192  # columns, up to which rows' second moment is one matrix
 DAMPING = 0.1  # of the mean eigenvalue
@@ -61,7 +62,7 @@ class Asker:
             if damping is not None:
                 raise OptionError("query(damping=...): the index has the damping of its curvature")
             return asked * weights
-        if damping is not None and (not is_number(damping) or damping < 0):
+        if damping is not None and (not is_number(damping) or not 0 <= damping < math.inf):
             raise OptionError(f"query(damping={damping!r}): a number, 0 or more, or None")
         parts = []
         for columns, moment in moments(self._stored.shards, self._stored.info):
@@ -86,8 +87,8 @@ class Asker:
 
     def exact(
         self, batch: Any, examples: Sequence[Any], score: str, collate: Collate | None, *, tokens: bool
-    ) -> tuple[Tensor, list[Tensor] | None]:
-        """(queries, examples), from whole gradients; and the scores of tokens, (queries, t) for each example."""
+    ) -> Influence:
+        """(queries, examples), from whole gradients; and the scores of tokens, if they are asked for."""
         curvature = self.curvature if score == "influence" else None
         if score == "influence" and curvature is None:
             raise OptionError(
@@ -96,15 +97,21 @@ class Asker:
             )
         if self._samples is not None:
             raise OptionError("rerank= and tokens= are for queries and examples without samples=")
-        made = lambda some: collated(some, collate, "query")
+        made = lambda some: _batch(some, collate)
         train: DataLoader[Any] = DataLoader(list(examples), _EXACT, collate_fn=made)  # type: ignore[arg-type]
-        found = influence(
+        return influence(
             self._model, self._loss_fn, train, iter([batch]), curvature, "cosine" if score == "cosine" else "dot",
             params=None if curvature is not None else self._names, tokens=tokens,
         )  # fmt: skip
-        if found.tokens is None:
-            return found.matrix, None
-        return found.matrix, [found.tokens[:, k] for k in range(len(examples))]
+
+
+def _batch(examples: list[Any], collate: Collate | None) -> Any:
+    try:
+        return collated(examples, collate, "query")
+    except OptionError as error:
+        raise OptionError(
+            f"{str(error).splitlines()[0]}\n  give unsum.index.open(path, data, collate=...) what build was given"
+        ) from error
 
 
 def moments(shards: Sequence[Shard], info: Mapping[str, Any]) -> list[tuple[slice, Tensor]]:
@@ -115,8 +122,9 @@ def moments(shards: Sequence[Shard], info: Mapping[str, Any]) -> list[tuple[slic
         slices.append(slice(first, first + size))
         first += size
     totals = [torch.zeros(size, size, dtype=torch.float64) for size in sizes]
+    largest = max((float(scales.max()) for _, _, scales in blocks(shards)), default=1.0)  # so that squares have a place
     for _, stored, scales in blocks(shards):
-        rows = stored.float() * scales[:, None]
+        rows = stored.float() * (scales / largest)[:, None]
         for total, columns in zip(totals, slices, strict=True):
             total += (rows[:, columns].T @ rows[:, columns]).double()
-    return [(columns, total / info["rows"]) for columns, total in zip(slices, totals, strict=True)]
+    return [(columns, total * (largest**2 / info["rows"])) for columns, total in zip(slices, totals, strict=True)]

@@ -26,18 +26,18 @@ class Scored:
 
 def scan(shards: Sequence[Shard], asked: Tensor, *, cosine: bool = False, whole: bool = False) -> Iterator[Scored]:
     """Inner products of all rows with queries (q, K), which are where the products are computed; or their cosines.
-    `whole`: a shard at a time, for rows that belong together."""
-    query = asked.float().contiguous()
-    if cosine:
-        query = query / query.norm(dim=1, keepdim=True).clamp_min(1e-30)
+    `whole`: a shard at a time, for rows that belong together. Directions are multiplied, in float32, and lengths put
+    back in float64: so no size is too large or too small."""
+    lengths = asked.norm(dim=1)
+    query = (asked / lengths.clamp_min(1e-300)[:, None]).float().contiguous()
     most = max(1, _SCORES // max(len(asked), 1))
     for shard in shards:
         stored, scales = shard.stored()
         for begin in range(0, len(stored), len(stored) if whole else most):
             part = slice(begin, len(stored) if whole else begin + most)
-            scores = _scores(stored[part], query, cosine=cosine)
+            scores = _scores(stored[part], query, cosine=cosine).double()
             if not cosine:
-                scores *= scales[part].to(scores.device)
+                scores *= scales[part].to(scores.device) * lengths[:, None]
             yield Scored(shard.number, begin, scores.T)
 
 
@@ -62,14 +62,18 @@ class Best:
 
     def __init__(self, queries: int, k: int) -> None:
         self._k = k
-        self.scores = torch.zeros(queries, 0, dtype=torch.float32)
+        self.scores = torch.zeros(queries, 0, dtype=torch.float64)
         self.numbers = torch.zeros(queries, 0, dtype=torch.long)
 
     def add(self, first: int, scores: Tensor) -> None:
         """Scores (rows, queries) of rows from this number on."""
         if not len(scores):
             return
-        found, place = scores.T.topk(min(self._k, len(scores)), dim=1)
+        many = min(self._k, len(scores))
+        found, place = scores.T.topk(many, dim=1)
+        if bool(((scores >= found[:, -1]).sum(0) > many).any()):  # topk takes any of those that are equal
+            ordered = scores.T.sort(dim=1, descending=True, stable=True)
+            found, place = ordered.values[:, :many], ordered.indices[:, :many]
         every = torch.cat([self.scores, found.cpu()], 1)
         numbers = torch.cat([self.numbers, place.cpu() + first], 1)
         order = _descending(every, numbers)[:, : self._k]

@@ -47,14 +47,17 @@ class Sketch(ABC):
 class Projected(Sketch):
     """k² numbers of each parameter, by random matrices from both sides; smaller parameters as they are. Of several
     independent sketches each has its own matrices; divided by √sketches, so that inner products of rows are their
-    mean."""
+    mean. A complex number is two columns."""
 
     def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]], k: int, seed: int, sketches: int = 1, *, tokens: bool = False
+        self, parameters: Mapping[str, Tensor], k: int, seed: int, sketches: int = 1, *, tokens: bool = False
     ) -> None:
-        kept = {name: kept_numbers(shape, k) for name, shape in shapes.items()}
-        self._is_whole = {name: kept[name] == torch.Size(shape).numel() for name, shape in shapes.items()}
-        self.columns = {name: kept[name] * (1 if self._is_whole[name] else sketches) for name in shapes}
+        kept = {name: kept_numbers(tuple(p.shape), k) for name, p in parameters.items()}
+        self._is_whole = {name: kept[name] == p.numel() for name, p in parameters.items()}
+        self.columns = {
+            name: kept[name] * (1 if self._is_whole[name] else sketches) * (2 if p.is_complex() else 1)
+            for name, p in parameters.items()
+        }
         self._k, self._seed, self.sketches, self._tokens = k, seed, sketches, tokens
         self._kept: dict[str, list[tuple[Tensor, Tensor] | None]] = {}
 
@@ -74,7 +77,8 @@ class Projected(Sketch):
             factors.token_projected(matrices) if self._tokens else factors.projected(self._k, matrices)
             for matrices in self._matrices(name, factors)
         ]
-        return found[0] if len(found) == 1 else torch.cat(found, -1) / self.sketches**0.5
+        whole = found[0] if len(found) == 1 else torch.cat(found, -1) / self.sketches**0.5
+        return torch.view_as_real(whole).flatten(-2) if whole.is_complex() else whole
 
     def _matrices(self, name: str, factors: Factors) -> list[tuple[Tensor, Tensor] | None]:
         """Of each sketch; kept, since every batch needs those of all parameters."""

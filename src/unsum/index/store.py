@@ -20,6 +20,7 @@ from unsum.errors import NotInstalled, OptionError, UnsumError
 FORMAT, VERSION = "unsum index", 1
 PLAN, MANIFEST, CURVATURE = "plan.json", "manifest.json", "curvature.safetensors"
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError)  # what reading a damaged file may raise
 _NUMPY = {
     torch.float16: "<f2", torch.bfloat16: "<u2", torch.float32: "<f4", torch.int32: "<i4", torch.int64: "<i8",
 }  # fmt: skip
@@ -36,25 +37,34 @@ def texts_name(number: int) -> str:
 
 
 def write_json(folder: Path, name: str, content: Mapping[str, Any]) -> None:
-    """A file that is there whole, or not at all."""
-    put(folder, name, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+    """A file that is there whole, or not at all, with a checksum of what it says."""
+    told = {**content, "checksum": _crc(content)}
+    put(folder, name, (json.dumps(told, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any] | None:
     """What a file says; None if there is none."""
     try:
-        text = (folder / name).read_text(encoding="utf-8")
+        data = (folder / name).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    remedy = "\n  call build again, which writes it anew" if name == MANIFEST else ""
     try:
-        found = json.loads(text)
+        found = json.loads(data)
     except ValueError as error:
-        raise OptionError(f"{folder / name}: damaged ({error})") from error
+        raise OptionError(f"{folder / name}: damaged ({error}){remedy}") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise OptionError(f"{folder / name}: not of an index that unsum built")
-    if found["version"] > VERSION:
-        raise OptionError(f"{folder}: built by a newer unsum (version {found['version']} of the format)")
+    version = found.get("version")
+    if isinstance(version, int) and version > VERSION:
+        raise OptionError(f"{folder}: built by a newer unsum (version {version} of the format)")
+    if found.pop("checksum", None) != _crc(found):
+        raise OptionError(f"{folder / name}: damaged, or changed since unsum wrote it (its checksum differs){remedy}")
     return found
+
+
+def _crc(content: Mapping[str, Any], before: int = 0) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode(), before)
 
 
 def scaled(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -69,7 +79,7 @@ def scaled(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def write_shard(folder: Path, number: int, tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:
     """`rows` (n, K) with their `scales`; with rows for tokens, `examples` and `positions` as well."""
     whole = {name: value.contiguous() for name, value in tensors.items()}
-    told = {**told, "crc": checksum(whole)}
+    told = {**told, "crc": _crc(told, checksum(whole))}
     data = needed("safetensors.torch").save(whole, metadata={"unsum": json.dumps(told, sort_keys=True)})
     put(folder, shard_name(number), data)
 
@@ -89,6 +99,8 @@ class Shard:
         self.path, self.number = folder / shard_name(number), number
         header, self._start = _header(self.path)
         self.told: dict[str, Any] = json.loads(header.pop("__metadata__")["unsum"])
+        if self.told["number"] != number:
+            raise ValueError(f"{self.path}: it is shard {self.told['number']}")
         self._places = header
         self.rows, self.width = header["rows"]["shape"]
         self._held: tuple[Tensor, Tensor] | None = None
@@ -117,7 +129,10 @@ class Shard:
         tensors = dict(zip(("rows", "scales"), self.stored(), strict=True))
         if "positions" in self._places:
             tensors |= zip(("examples", "positions"), self.tokens(), strict=True)
-        return checksum(tensors) == self.told["crc"]
+        return (
+            _crc({name: value for name, value in self.told.items() if name != "crc"}, checksum(tensors))
+            == self.told["crc"]
+        )
 
 
 def shard_at(folder: Path, number: int, *, every_byte: bool = True) -> Shard | None:
@@ -125,7 +140,7 @@ def shard_at(folder: Path, number: int, *, every_byte: bool = True) -> Shard | N
     try:
         found = Shard(folder, number)
         return found if not every_byte or found.is_whole() else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except DAMAGED:
         return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from unsum.errors import OptionError
 from unsum.index import store, texts
+from unsum.index.maker import curvature_at
 
 
 class Stored:
@@ -31,7 +33,7 @@ class Stored:
                 shard = store.Shard(self.folder, number)
                 if shard.rows != told["rows"]:
                     raise ValueError(f"{shard.rows} rows, and the manifest says {told['rows']}")
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except store.DAMAGED as error:
                 raise OptionError(
                     f"{self.folder / told['file']}: damaged or missing ({error}).\n  i.verify() names all such, "
                     "and unsum.index.build(...), called again, builds them anew"
@@ -125,6 +127,20 @@ class Stored:
         told, shard = self.info["shards"][number], store.shard_at(self.folder, number)
         if shard is None or shard.told["crc"] != told["crc"] or shard.rows != told["rows"]:
             return str(told["file"])
-        if texts.wanted(self.info) and not texts.is_whole(self.folder, number, shard.told["texts"]):
+        if texts.wanted(self.info) and not texts.is_whole(self.folder, number, shard.told):
             return store.texts_name(number)
         return None
+
+    def damaged_beside(self) -> list[str]:
+        """The names of files beside the shards that are damaged or missing."""
+        wanted, whole = [store.PLAN], []
+        with contextlib.suppress(OptionError):
+            known = store.read_json(self.folder, store.PLAN)
+            if known is not None and all(self.info.get(name) == value for name, value in known.items()):
+                whole.append(store.PLAN)
+        if self.info["sketch"]["kind"] == "eigenbasis":
+            wanted.append(store.CURVATURE)
+            with contextlib.suppress(OptionError):
+                curvature_at(self.folder, self.info["sketch"])
+                whole.append(store.CURVATURE)
+        return [name for name in wanted if name not in whole]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,16 @@ def wanted(plan: Mapping[str, Any]) -> bool:
     return bool(plan["texts"]["ids"] or plan["texts"]["text"])
 
 
+def check(source: Any, what: str, data: Any) -> None:
+    """Raise if this says no ids or texts, or not those of this data."""
+    if source is None or callable(source) or isinstance(source, str):
+        return
+    if not isinstance(source, Sized) or not hasattr(source, "__getitem__") or isinstance(source, Mapping):
+        raise OptionError(f"{what}={source!r}: a list, a function of an example, or the name of a part of it")
+    if isinstance(data, Sized) and hasattr(data, "__getitem__") and len(source) != len(data):
+        raise OptionError(f"{what}=: a list of {len(source)}, and the data has {len(data)} examples")
+
+
 def read(part: Part, rows: int, ids: Source, text: Source, first: int) -> Named:
     """Those of a batch."""
     return Named(part.numbers, _of(part, rows, ids, "ids", first), _of(part, rows, text, "text", first))
@@ -47,6 +57,11 @@ def _of(part: Part, rows: int, source: Source, what: str, first: int) -> list[st
         found = [_asked(example, source, what) for example in part.examples]
     else:
         found = [source[first + k] for k in part.numbers or ()]
+    if len(found) != rows:
+        raise OptionError(
+            f"{what}=: {len(found)} for a batch of {rows} rows; for packed documents give a function of the batch, and "
+            "the data as batches: a DataLoader"
+        )
     return [str(value.item() if hasattr(value, "item") else value) for value in found]
 
 
@@ -64,7 +79,7 @@ def _asked(example: Any, source: Any, what: str) -> Any:
 
 
 def write(folder: Path, number: int, named: Sequence[Named]) -> int:
-    """The ids and texts of a shard, in the order of its examples; a checksum of the file."""
+    """The ids and texts of a shard, in the order of its examples; gives the file's checksum."""
     arrow, parquet = store.needed("pyarrow"), store.needed("pyarrow.parquet")
     numbers: list[int] = []
     columns: dict[str, list[str]] = {"id": [], "text": []}
@@ -88,17 +103,18 @@ def of_examples(folder: Path, shard: int, places: Sequence[int]) -> dict[str, li
     return {name: table.column(name).take(list(places)).to_pylist() for name in table.column_names}
 
 
-def is_whole(folder: Path, shard: int, checksum: int) -> bool:
-    """Whether the ids and texts of a shard are what was written."""
+def is_whole(folder: Path, shard: int, told: Mapping[str, Any]) -> bool:
+    """Whether the ids and texts of a shard are those that it was written with."""
     try:
-        return zlib.crc32((folder / store.texts_name(shard)).read_bytes()) == checksum
+        return zlib.crc32((folder / store.texts_name(shard)).read_bytes()) == told.get("texts")
     except OSError:
         return False
 
 
-def shard_at(folder: Path, number: int, plan: Mapping[str, Any], *, every_byte: bool = True) -> store.Shard | None:
-    """A shard that is whole, with its ids and texts where the index has them; None if it is missing or damaged."""
+def shard_at(folder: Path, number: int, plan: Mapping[str, Any], mark: str, *, every_byte: bool) -> store.Shard | None:
+    """A shard of this plan that is whole, with its ids and texts where the index has them; None if it is missing or
+    damaged."""
     found = store.shard_at(folder, number, every_byte=every_byte)
-    if found is None or not wanted(plan):
-        return found
-    return found if is_whole(folder, number, found.told["texts"]) else None
+    if found is None or found.told.get("plan") != mark:
+        return None
+    return found if not wanted(plan) or is_whole(folder, number, found.told) else None

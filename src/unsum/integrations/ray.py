@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unsum.errors import NotInstalled, OptionError, UnsumError
-from unsum.index import store, texts
+from unsum.index import plan, store, texts
 from unsum.index.build import build as build_here
 from unsum.progress import progress
 from unsum.target import split, task
@@ -139,11 +139,11 @@ def _ray() -> Any:
 def _missing(build: str, make: Make, path: str, options: dict[str, Any]) -> list[int]:
     """Write the plan, or compare with it; the shards that are still to be made."""
     _build(build, make, path, options, part=_NOTHING)
-    plan = store.read_json(Path(path), store.PLAN)
-    assert plan is not None
-    total = plan["data"]["examples"] if plan["cut"]["of"] == "examples" else plan["data"]["batches"]
-    numbers = range(-(-total // plan["cut"]["size"]))
-    return [number for number in numbers if texts.shard_at(Path(path), number, plan) is None]
+    known = store.read_json(Path(path), store.PLAN)
+    assert known is not None
+    total = known["data"]["examples"] if known["cut"]["of"] == "examples" else known["data"]["batches"]
+    numbers, mark = range(-(-total // known["cut"]["size"])), plan.mark(known)
+    return [k for k in numbers if texts.shard_at(Path(path), k, known, mark, every_byte=True) is None]
 
 
 def _shard(build: str, make: Make, path: str, options: dict[str, Any], number: int) -> None:
