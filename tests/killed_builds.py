@@ -21,7 +21,6 @@ from torch import nn
 
 import unsum
 from curvature_nets import Examples, classified, ids, mlp, numbers
-from index_checks import token_losses
 from rank_checks import Net
 from unsum.index import journal, store
 
@@ -43,8 +42,15 @@ class Texts(torch.utils.data.Dataset):
         return self.ids[k]
 
 
-def padded(examples: list[torch.Tensor]) -> tuple[torch.Tensor]:
-    return (nn.utils.rnn.pad_sequence(examples, batch_first=True),)
+def padded(examples: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is read, and what is guessed; padding is not."""
+    pad = nn.utils.rnn.pad_sequence
+    return pad(examples, True), pad([example[1:] for example in examples], True, padding_value=-100)
+
+
+def word_losses(model: nn.Module, batch: Any) -> torch.Tensor:
+    read, guess = batch
+    return nn.functional.cross_entropy(model(read)[:, :-1].transpose(1, 2), guess, reduction="none").sum(1)
 
 
 def cases() -> dict[str, tuple[nn.Module, Any, Any, dict[str, Any]]]:
@@ -54,8 +60,8 @@ def cases() -> dict[str, tuple[nn.Module, Any, Any, dict[str, Any]]]:
     c = unsum.curvature.fit(model, classified, rows)
     return {
         "rows": (model, classified, rows, small),
-        "token budget": (Net(), token_losses, Texts(), of_texts | {"batch_tokens": 24}),
-        "rows for tokens": (Net(), token_losses, Texts(), of_texts | {"batch_size": 4, "tokens": True}),
+        "token budget": (Net(), word_losses, Texts(), of_texts | {"batch_tokens": 24}),
+        "rows for tokens": (Net(), word_losses, Texts(), of_texts | {"batch_size": 4, "tokens": True}),
         "texts": (model, classified, rows, small | {"text": lambda example: str(example), "ids": range(COUNT)}),
         "curvature": (model, classified, rows, small | {"curvature": c}),
     }

@@ -172,7 +172,7 @@ def test_texts_of_examples_are_not_those_of_their_documents(tmp_path):
 def test_other_shards_are_refused(tmp_path):
     for _ in range(2):
         build(tmp_path / "i", mlp(), Examples(X, Y), shards=3)
-    with pytest.raises(OptionError, match="shards=4, and it is cut into parts of 8 examples"):
+    with pytest.raises(OptionError, match="shards=4, and it has 3"):
         build(tmp_path / "i", mlp(), Examples(X, Y), shards=4)
 
 

@@ -77,7 +77,8 @@ def test_an_error_on_one_rank_ends_all_with_its_message(kind: str, ranks: Groups
     told = ranks[3].run(index_checks.build_not_finite, kind, tmp_path / "i", 18, seconds=60)
     own = [text for text in told if text.startswith("SamplesError: build: example 18")]
     others = [text for text in told if text.startswith("UnsumError: build: rank ")]
-    assert len(own) == 1 and len(others) == 2, told
+    # A rank that has finished takes a shard over, and may meet the same example before it hears of the failure.
+    assert own and len(own) + len(others) == 3, told
     assert all("of 3 failed: SamplesError: build: example 18" in text for text in others)
     assert ".failed" not in left_over(tmp_path / "i")
 
