@@ -20,7 +20,7 @@ from unsum.report import report
 from unsum.samples import dim, packed
 from unsum.sites import sites
 from unsum.training import clip_per_sample, private, sinks, watch
-from unsum.verbs import add, clip, clip_norm, noise, remove, replace, reverse, scale, steer, zero
+from unsum.verbs import add, clip, clip_norm, mean_ablate, noise, remove, replace, reverse, scale, steer, zero
 
 if os.environ.get("UNSUM_LOG"):  # tell what was learnt and decided
     logging.basicConfig()
@@ -52,6 +52,7 @@ __all__ = [
     "integrations",
     "mark",
     "mark_samples",
+    "mean_ablate",
     "noise",
     "packed",
     "private",
