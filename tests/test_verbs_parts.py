@@ -158,7 +158,7 @@ def test_pairs_differentiate():
         (lambda: unsum.zero().at(samples=[0, 9]), ".at(samples=[0, 9]): there are 3 samples"),
         (lambda: unsum.zero().at(features=torch.tensor([7])), ".at(features=[7]): there are 4 features"),
         (lambda: unsum.zero().at(dims={2: 4}), ".at(dims={2: 4}): there are 4 entries"),
-        (lambda: unsum.zero().at(positions=slice(2), dims={-3: 3}), ".at(positions=slice(None, 2, None), dims={-3: 3}):"),
+        (lambda: unsum.zero().at(positions=slice(2), dims={0: 3}), ".at(positions=slice(None, 2, None), dims={0: 3})"),
         (lambda: unsum.zero().at(samples=[0, 1], positions=[0, 1, 2], paired=True), "one length, got lengths 2 and 3"),
         (lambda: unsum.zero().at(samples=0, positions=[0, 1], paired=True), "name at least two"),
         (lambda: unsum.zero().at(samples=[0]).at(positions=[0, 1], paired=True), "in one .at(...)"),

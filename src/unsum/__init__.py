@@ -15,6 +15,7 @@ from unsum.edit import edit
 from unsum.gradients import gradients, mark_samples
 from unsum.influence import influence
 from unsum.mark import mark
+from unsum.patch_sweep import patch_sweep
 from unsum.reducers import Kronecker, Norms, Project, SecondMoment, TokenNorms, WeightedSum
 from unsum.report import report
 from unsum.samples import dim, packed
@@ -55,6 +56,7 @@ __all__ = [
     "mean_ablate",
     "noise",
     "packed",
+    "patch_sweep",
     "private",
     "remove",
     "replace",

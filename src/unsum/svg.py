@@ -46,6 +46,7 @@ STYLE = """
 # .cut { stroke: var(--ink); stroke-width: 2.25; stroke-dasharray: 6 4; fill: none; }
 # .lane { stroke: var(--line); fill: none; } # .event-forward { fill: var(--op); stroke: var(--forward); }
 # .event-backward { fill: var(--op); stroke: var(--coral); }
+# .heat-none { fill: var(--panel); } # .heat-more { fill: var(--coral); } # .heat-less { fill: var(--blue); }
 # .hit { fill: none; stroke: transparent; stroke-width: 14; pointer-events: stroke; }
 # g:focus { outline: none; }
 # g:focus-visible > .box, # g:focus-visible > .group { stroke: var(--blue); stroke-width: 3; }
@@ -142,9 +143,11 @@ class Svg:
             f'<tspan class="bold">{escape(name)}</tspan>{rest}</text>'
         )
 
-    def rect(self, x: float, y: float, wide: float, tall: float, kind: str, rx: float = 6) -> None:
+    def rect(
+        self, x: float, y: float, wide: float, tall: float, kind: str, rx: float = 6, *, opacity: str | None = None
+    ) -> None:
         where = {"x": float(x), "y": float(y), "width": float(wide), "height": float(tall), "rx": float(rx)}
-        self._lines.append(f"<rect{attributes(class_=kind, **where)}/>")
+        self._lines.append(f"<rect{attributes(class_=kind, **where, fill_opacity=opacity)}/>")
 
     def path(self, d: str, kind: str, *, tip: str | None = None) -> None:
         end = None if tip is None else f"url(#{_UID}-{tip})"

@@ -174,9 +174,9 @@ def replace(v: float | Tensor) -> Verb:
 def mean_ablate(mean: float | Tensor | None = None, *, over: int | Sequence[int] | None = None) -> Verb:
     """Put a mean there: `mean`, captured before and broadcast as `replace` does, or else the mean of the tensor itself.
 
-    Without `mean`, it is the mean over all dimensions but the last: one for each feature, over the samples and positions
-    of this batch, padding included. `over=0` takes it over the samples alone, position by position. With `.at(...)` the
-    mean is still that of the whole tensor, and is put into the part alone. It is a constant: no gradient flows into it.
+    Without `mean`, it is the mean over all dimensions but the last: one for each feature, over the samples and
+    positions of this batch, padding included. `over=0` takes it over the samples alone, position by position. With
+    `.at(...)` the mean is that of the whole tensor, and is put into the part alone. No gradient flows into it.
 
     Examples:
         >>> t = torch.tensor([[[1.0, 2.0], [3.0, 6.0]]])
