@@ -13,6 +13,7 @@ from unsum.check import check
 from unsum.draw.draw import draw
 from unsum.edit import edit
 from unsum.gradients import gradients, mark_samples
+from unsum.heatmap import heatmap
 from unsum.influence import influence
 from unsum.mark import mark
 from unsum.patch_sweep import patch_sweep
@@ -48,6 +49,7 @@ __all__ = [
     "edit",
     "errors",
     "gradients",
+    "heatmap",
     "index",
     "influence",
     "integrations",
