@@ -83,7 +83,12 @@ def signed(value: float) -> str:
 
 
 class Heatmap:
-    """What `unsum.heatmap` gives: it shows itself in a notebook, and `.save("tokens.html")` writes a page."""
+    """What `unsum.heatmap` gives: it shows itself in a notebook, and `.save("tokens.html")` writes a page.
+
+    Examples:
+        >>> heatmap(["a"], [1.0])
+        <Heatmap: 1 token; it shows itself in a notebook, or .save('tokens.html')>
+    """
 
     def __init__(self, rows: list[list[Token]], label: str) -> None:
         self._rows, self._label = rows, label

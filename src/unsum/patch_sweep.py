@@ -34,6 +34,12 @@ class PatchSweep:
         values: (sites, positions) float64: the metric of the corrupt run with this one clean activation put in.
         clean: The metric of the clean run.
         corrupt: The metric of the corrupt run.
+
+    Examples:
+        >>> PatchSweep(["fc:output"], [0, 1], torch.tensor([[1.0, 3.5]]), clean=4.0, corrupt=1.0)
+        clean 4.0, corrupt 1.0
+        site         0    1
+        fc:output  1.0  3.5
     """
 
     sites: list[str]
