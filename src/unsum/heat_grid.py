@@ -13,6 +13,7 @@ _MARGIN, _ROW, _ROOM = 20.0, 26.0, 300.0
 _NARROW, _WIDE = 46.0, 110.0  # of a column with numbers in it
 _BARE = 18.0  # of a column without, where there are many
 _MOST = 24  # columns with numbers
+_STYLE = "# .cell { fill: var(--panel); }\n"
 _COLUMNS, _ROWS = 12, 60  # of a table of text
 
 
@@ -104,17 +105,17 @@ def grid(
             told = f"{row}, position {columns[c]}{f' {words[c]!r}' if words else ''}: {value:.6g}"
             x = left + c * column
             svg.open(told, data_role="cell", data_site=row, data_position=columns[c], data_value=repr(value))
-            svg.rect(x + 1, y + 1, column - 2, _ROW - 2, "heat-none", 3)
+            svg.rect(x + 1, y + 1, column - 2, _ROW - 2, "cell", 3)
             share = abs(value - corrupt) / furthest if furthest and math.isfinite(value) else 0.0
             if share >= 0.005:
-                kind = "heat-more" if value > corrupt else "heat-less"
+                kind = "coral" if value > corrupt else "blue"
                 svg.rect(x + 1, y + 1, column - 2, _ROW - 2, kind, 3, opacity=f"{0.75 * share:.3f}")
             if with_numbers or not math.isfinite(value):
                 svg.text(x + column / 2, y + 17, said(value) if with_numbers else "×", "tiny middle")
             svg.close()
     tall = _legend(svg, left, top + len(rows) * _ROW + 22, [said(corrupt + k * furthest) for k in (-1, 0, 1)], furthest)
     told = "; ".join(f"{row}: {', '.join(map(said, line))}" for row, line in zip(rows, values.tolist(), strict=True))
-    return svg.finish(title, f"Clean {said(clean)}, corrupt {said(corrupt)}. {told[:4000]}.", wide, tall)
+    return svg.finish(title, f"Clean {said(clean)}, corrupt {said(corrupt)}. {told[:4000]}.", wide, tall, style=_STYLE)
 
 
 def _legend(svg: Svg, x: float, y: float, ends: Sequence[str], furthest: float) -> float:
@@ -124,9 +125,9 @@ def _legend(svg: Svg, x: float, y: float, ends: Sequence[str], furthest: float) 
         return y + 20
     for k in range(7):
         share = abs(k - 3) / 3
-        svg.rect(x + 24 * k, y, 24, 12, "heat-none", 0)
+        svg.rect(x + 24 * k, y, 24, 12, "cell", 0)
         if share:
-            svg.rect(x + 24 * k, y, 24, 12, "heat-more" if k > 3 else "heat-less", 0, opacity=f"{0.75 * share:.3f}")
+            svg.rect(x + 24 * k, y, 24, 12, "coral" if k > 3 else "blue", 0, opacity=f"{0.75 * share:.3f}")
     for k, text in zip((0, 3, 6), ends, strict=True):
         svg.text(x + 24 * k + 12, y + 26, text, "tiny middle")
     svg.text(x, y + 44, "blue: below the corrupt run; coral: above it", "tiny faint")

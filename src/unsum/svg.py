@@ -46,7 +46,6 @@ STYLE = """
 # .cut { stroke: var(--ink); stroke-width: 2.25; stroke-dasharray: 6 4; fill: none; }
 # .lane { stroke: var(--line); fill: none; } # .event-forward { fill: var(--op); stroke: var(--forward); }
 # .event-backward { fill: var(--op); stroke: var(--coral); }
-# .heat-none { fill: var(--panel); } # .heat-more { fill: var(--coral); } # .heat-less { fill: var(--blue); }
 # .hit { fill: none; stroke: transparent; stroke-width: 14; pointer-events: stroke; }
 # g:focus { outline: none; }
 # g:focus-visible > .box, # g:focus-visible > .group { stroke: var(--blue); stroke-width: 3; }
@@ -153,8 +152,9 @@ class Svg:
         end = None if tip is None else f"url(#{_UID}-{tip})"
         self._lines.append(f"<path{attributes(class_=kind, d=d, marker_end=end)}/>")
 
-    def finish(self, title: str, description: str, wide: float, tall: float) -> str:
-        """The whole, under a name made from its contents: two pictures on one page do not disturb each other."""
+    def finish(self, title: str, description: str, wide: float, tall: float, *, style: str = "") -> str:
+        """The whole, under a name made from its contents: two pictures on one page do not disturb each other. `style`
+        has more rules, each after a `# ` as those of `STYLE`."""
         size = attributes(viewBox=f"0 0 {wide:.0f} {tall:.0f}", width=f"{wide:.0f}", height=f"{tall:.0f}")
         head = [
             f'<svg xmlns="http://www.w3.org/2000/svg" id="{_UID}" class="unsum-picture"{size} '
@@ -162,7 +162,7 @@ class Svg:
             f'aria-labelledby="{_UID}-title {_UID}-desc">',
             f'<title id="{_UID}-title">{escape(title)}</title>',
             f'<desc id="{_UID}-desc">{escape(description)}</desc>',
-            f"<style>{STYLE.replace('# ', f'#{_UID} ')}</style>",
+            f"<style>{(STYLE + style).replace('# ', f'#{_UID} ')}</style>",
             "<defs>",
             *(
                 f'<marker id="{_UID}-{way}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
