@@ -194,7 +194,7 @@ def test_the_reference_shows_every_public_name(site):
         assert re.search(rf'id="unsum\.[\w.]*\b{name}"', page), name
 
 
-@pytest.mark.parametrize("name", ["influence", "curvature", "store"])
+@pytest.mark.parametrize("name", ["edit", "influence", "curvature", "store"])
 def test_pages_show_what_their_programs_print(name, capsys):
     page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$(?:\n+^```text\n(.*?)^```$)?", page, re.M | re.S)

@@ -234,7 +234,11 @@ def test_a_notebook_gets_one_element_whose_style_stays_inside(tmp_path):
         (style,) = [e["text"] for e in page.elements if e["tag"] == "style"]
         rules = re.findall(r"([^{}]+)\{[^{}]*\}", re.sub(r"/\*.*?\*/|@media[^{]*\{", "", style))
         assert len(rules) > 20
-        assert all(part.strip(" }\n").startswith(".unsum-hits") for rule in rules for part in rule.split(","))
+        assert all(
+            part.strip(" }\n").startswith((".unsum-hits", ".unsum-tokens"))
+            for rule in rules
+            for part in rule.split(",")
+        )
 
 
 def test_a_notebook_shows_the_first_of_many(tmp_path):

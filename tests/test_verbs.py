@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -16,6 +16,7 @@ VERBS = {
     "clip_norm": unsum.clip_norm(0.7),
     "zero": unsum.zero(),
     "replace": unsum.replace(3.0),
+    "mean_ablate": unsum.mean_ablate(),
     "noise": unsum.noise(0.1, torch.Generator().manual_seed(0)),
     "reverse": unsum.reverse(2.0),
     "steer": unsum.steer(torch.tensor([1.0, 2.0, 2.0]), 3.0),
@@ -58,6 +59,7 @@ def test_at_changes_exactly_the_part_that_numpy_would(samples, positions, featur
     assert torch.equal(new[~chosen], t[~chosen])
 
 
+@settings(deadline=None)  # the first call loads what compares tensors
 @given(arrays.arrays("float64", (3, 5), elements=st.floats(-100, 100)))
 def test_clip_norm_never_lengthens_and_keeps_the_direction(values):
     t = torch.from_numpy(values)
@@ -112,7 +114,7 @@ def test_other_dimensions_and_parts_of_a_patch():
     norm_of_part = unsum.clip_norm(1.0).at(samples=0)(t * 100)
     torch.testing.assert_close(norm_of_part[0].norm(), torch.tensor(1.0))
     assert torch.equal(norm_of_part[1], t[1] * 100)
-    assert repr(unsum.scale(2.0).at(samples=0)) == "scale(2.0).at(dims={0: 0})"
+    assert repr(unsum.scale(2.0).at(samples=0)) == "scale(2.0).at(samples=0)"
 
 
 @pytest.mark.parametrize(

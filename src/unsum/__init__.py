@@ -13,14 +13,16 @@ from unsum.check import check
 from unsum.draw.draw import draw
 from unsum.edit import edit
 from unsum.gradients import gradients, mark_samples
+from unsum.heatmap import heatmap
 from unsum.influence import influence
 from unsum.mark import mark
+from unsum.patch_sweep import patch_sweep
 from unsum.reducers import Kronecker, Norms, Project, SecondMoment, TokenNorms, WeightedSum
 from unsum.report import report
 from unsum.samples import dim, packed
 from unsum.sites import sites
 from unsum.training import clip_per_sample, private, sinks, watch
-from unsum.verbs import add, clip, clip_norm, noise, remove, replace, reverse, scale, steer, zero
+from unsum.verbs import add, clip, clip_norm, mean_ablate, noise, remove, replace, reverse, scale, steer, zero
 
 if os.environ.get("UNSUM_LOG"):  # tell what was learnt and decided
     logging.basicConfig()
@@ -47,13 +49,16 @@ __all__ = [
     "edit",
     "errors",
     "gradients",
+    "heatmap",
     "index",
     "influence",
     "integrations",
     "mark",
     "mark_samples",
+    "mean_ablate",
     "noise",
     "packed",
+    "patch_sweep",
     "private",
     "remove",
     "replace",

@@ -142,16 +142,19 @@ class Svg:
             f'<tspan class="bold">{escape(name)}</tspan>{rest}</text>'
         )
 
-    def rect(self, x: float, y: float, wide: float, tall: float, kind: str, rx: float = 6) -> None:
+    def rect(
+        self, x: float, y: float, wide: float, tall: float, kind: str, rx: float = 6, *, opacity: str | None = None
+    ) -> None:
         where = {"x": float(x), "y": float(y), "width": float(wide), "height": float(tall), "rx": float(rx)}
-        self._lines.append(f"<rect{attributes(class_=kind, **where)}/>")
+        self._lines.append(f"<rect{attributes(class_=kind, **where, fill_opacity=opacity)}/>")
 
     def path(self, d: str, kind: str, *, tip: str | None = None) -> None:
         end = None if tip is None else f"url(#{_UID}-{tip})"
         self._lines.append(f"<path{attributes(class_=kind, d=d, marker_end=end)}/>")
 
-    def finish(self, title: str, description: str, wide: float, tall: float) -> str:
-        """The whole, under a name made from its contents: two pictures on one page do not disturb each other."""
+    def finish(self, title: str, description: str, wide: float, tall: float, *, style: str = "") -> str:
+        """The whole, under a name made from its contents: two pictures on one page do not disturb each other. `style`
+        has more rules, each after a `# ` as those of `STYLE`."""
         size = attributes(viewBox=f"0 0 {wide:.0f} {tall:.0f}", width=f"{wide:.0f}", height=f"{tall:.0f}")
         head = [
             f'<svg xmlns="http://www.w3.org/2000/svg" id="{_UID}" class="unsum-picture"{size} '
@@ -159,7 +162,7 @@ class Svg:
             f'aria-labelledby="{_UID}-title {_UID}-desc">',
             f'<title id="{_UID}-title">{escape(title)}</title>',
             f'<desc id="{_UID}-desc">{escape(description)}</desc>',
-            f"<style>{STYLE.replace('# ', f'#{_UID} ')}</style>",
+            f"<style>{(STYLE + style).replace('# ', f'#{_UID} ')}</style>",
             "<defs>",
             *(
                 f'<marker id="{_UID}-{way}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '

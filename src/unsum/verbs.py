@@ -1,11 +1,12 @@
 """What an edit does to a tensor: `scale(2.0)`, `clip(-1, 1)`, `steer(v)`, ...
 
 A verb is a function from a tensor to a tensor of the same shape, dtype and device; it never changes its argument.
-Each has `.at(samples=, positions=, features=)`, which limits it to a part: the verb then sees that part alone.
+Each has `.at(samples=, positions=, features=)`, which limits it to a part (`part.py`): the verb sees that part alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as with_fields
@@ -15,8 +16,7 @@ import torch
 from torch import Tensor
 
 from unsum.errors import VerbError
-
-Index = int | slice | range | Sequence[int] | Sequence[bool] | Tensor
+from unsum.part import Index, Part, broadcast
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Verb:
     on_gradients_only: bool = False
     draws: bool = False  # random numbers, from this generator or torch's own
     generator: torch.Generator | None = None
-    value: Tensor | None = None  # what `replace` puts in, for a part may be given as the whole
-    dims: Mapping[int, Index] = field(default_factory=dict)
+    value: Callable[[Tensor], Tensor] | None = None  # what is put in, made from the whole tensor; see `_put`
+    part: Part = field(default_factory=Part)
 
     def at(
         self,
@@ -49,79 +49,44 @@ class Verb:
         positions: Index | None = None,
         features: Index | None = None,
         dims: Mapping[int, Index] | None = None,
+        paired: bool = False,
     ) -> Verb:
         """The same verb on a part: samples are dimension 0, positions dimension 1, features the last; `dims` names
-        any others. An index is a number, a slice, a list, or a mask.
+        any others. An index is a number, a slice, a range, a list, or a mask.
+
+        Indices of several dimensions combine as an outer product: `samples=[0, 1], positions=[3, 5]` is positions 3 and
+        5 of both samples. With `paired=True` the entries of lists go together: position 3 of sample 0 and position 5 of
+        sample 1. A single number then goes with every pair, and a slice is taken whole for every pair; the verb sees a
+        tensor (pairs, other dimensions).
 
         Examples:
             >>> zero().at(positions=[0, 2])(torch.ones(1, 3, 2))
             tensor([[[0., 0.],
                      [1., 1.],
                      [0., 0.]]])
+            >>> zero().at(samples=[0, 1], positions=[0, 2])(torch.ones(2, 3))
+            tensor([[0., 1., 0.],
+                    [0., 1., 0.]])
+            >>> zero().at(samples=[0, 1], positions=[0, 2], paired=True)(torch.ones(2, 3))
+            tensor([[0., 1., 1.],
+                    [1., 1., 0.]])
         """
-        named = {0: samples, 1: positions, -1: features}
-        chosen = {dim: index for dim, index in named.items() if index is not None}
-        twice = {*self.dims, *chosen} & {*(dims or {})} | {*self.dims} & {*chosen}
-        if twice:
-            raise VerbError(f"{self.name}.at(): dimension {twice.pop()} is named twice")
-        chosen |= dims or {}
+        given = {"samples": samples, "positions": positions, "features": features}
+        chosen = Part({name: index for name, index in given.items() if index is not None}, dims or {}, paired)
         if not chosen:
             raise VerbError(f"{self.name}.at(): name samples=, positions=, features= or dims=")
-        return with_fields(self, dims={**self.dims, **chosen})
+        return with_fields(self, part=self.part.and_also(chosen))
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        if not self.dims:
+        if not self.part:
             return self.function(tensor)
-        indices: dict[int, Tensor] = {}
-        for dim, index in self.dims.items():
-            if not -tensor.dim() <= dim < tensor.dim():
-                raise VerbError(f".at() names dimension {dim} of a tensor of shape {tuple(tensor.shape)}")
-            if dim % tensor.dim() in indices:
-                raise VerbError(f".at() names dimension {dim % tensor.dim()} of shape {tuple(tensor.shape)} twice")
-            indices[dim % tensor.dim()] = _positions(index, tensor.shape[dim], tensor.device)
-        return self._on_part(tensor, list(indices.items()))
-
-    def _on_part(self, tensor: Tensor, indices: list[tuple[int, Tensor]]) -> Tensor:
-        verb = self
-        if self.value is not None and self.value.shape == tensor.shape:
-            # A whole tensor to replace a part with: take the same part of it.
-            value = self.value
-            for dim, index in indices:
-                value = value.index_select(dim, index)
-            verb = replace(value)
-        return _within(tensor, indices, verb.function)
+        if self.value is None:
+            return self.part.on(tensor, self.function)
+        value = self.part.fitted(self.value(tensor), tensor)
+        return self.part.on(tensor, lambda t: _put(value, t, self.part))
 
     def __repr__(self) -> str:
-        return self.name + (f".at(dims={dict(self.dims)})" if self.dims else "")
-
-
-def _within(tensor: Tensor, indices: list[tuple[int, Tensor]], function: Callable[[Tensor], Tensor]) -> Tensor:
-    if not indices:
-        return function(tensor)
-    (dim, index), *rest = indices
-    part = tensor.index_select(dim, index)
-    new = _within(part, rest, function)
-    if new.shape != part.shape:
-        raise VerbError(f"got {tuple(new.shape)}, needs {tuple(part.shape)}, the shape of the part that .at() chooses")
-    return tensor.index_copy(dim, index, new.to(tensor.dtype))
-
-
-def _positions(index: Index, size: int, device: torch.device) -> Tensor:
-    if isinstance(index, bool):
-        raise VerbError(f".at() names {index!r}; a mask has one truth value for each of the {size}")
-    if isinstance(index, Tensor):
-        index = index.to(device)
-    elif isinstance(index, slice):
-        index = list(range(size)[index])
-    elif not isinstance(index, int):
-        index = list(index)
-    try:
-        chosen = torch.arange(size, device=device)[index].reshape(-1)
-    except (IndexError, TypeError, ValueError) as error:
-        raise VerbError(f".at() names {index!r} where there are {size}") from error
-    if chosen.unique().numel() < chosen.numel():  # in the order given, each once
-        chosen = torch.tensor(list(dict.fromkeys(chosen.tolist())), device=device)
-    return chosen
+        return f"{self.name}{self.part}"
 
 
 def scale(c: float) -> Verb:
@@ -188,29 +153,80 @@ def zero() -> Verb:
 
 
 def replace(v: float | Tensor) -> Verb:
-    """Put `v` there: a tensor of the same shape (a patch from another run), or one number everywhere.
+    """Put `v` there: a number, or a tensor that broadcasts to the place as torch's `expand` would (a patch from another
+    run, a vector over the features, a value (1, positions, features) for every sample).
 
-    With `.at(...)`, a tensor of the whole shape or of the part's.
+    With `.at(...)`, `v` broadcasts to the part. Along a chosen dimension in which `v` is as long as the whole tensor,
+    the same part of `v` is taken; otherwise `v` has as many entries there as are chosen, in the order of the index.
 
     Examples:
         >>> replace(7.0)(torch.tensor([1.0, 2.0]))
         tensor([7., 7.])
+        >>> replace(torch.tensor([1.0, 2.0]))(torch.zeros(2, 2))
+        tensor([[1., 2.],
+                [1., 2.]])
+        >>> replace(torch.tensor([[5.0, 6.0]])).at(positions=[3, 1])(torch.zeros(1, 4))
+        tensor([[0., 6., 0., 5.]])
     """
+    return _putting(f"replace({_short(v)})", lambda t: _value(v, t))
 
-    def put(t: Tensor) -> Tensor:
-        value = _fitting(v, t)
-        if not isinstance(value, Tensor):
-            if not t.is_floating_point() and not t.is_complex() and value != int(value):
-                raise VerbError(f"got {value!r}, needs a whole number")
-            value = torch.full_like(t, value)
-        if value.shape != t.shape:
-            raise VerbError(f"got {tuple(value.shape)}, needs {tuple(t.shape)}")
-        if value.dtype != t.dtype:
-            raise VerbError(f"got {value.dtype}, needs {t.dtype}")
-        # where, and not the value alone: what comes before stays in the graph, with a gradient of zero.
-        return torch.where(torch.ones((), dtype=torch.bool, device=t.device), value, t)
 
-    return Verb(f"replace({_short(v)})", put, value=v if isinstance(v, Tensor) else None)
+def mean_ablate(mean: float | Tensor | None = None, *, over: int | Sequence[int] | None = None) -> Verb:
+    """Put a mean there: `mean`, captured before and broadcast as `replace` does, or else the mean of the tensor itself.
+
+    Without `mean`, it is the mean over all dimensions but the last: one for each feature, over the samples and
+    positions of this batch, padding included. `over=0` takes it over the samples alone, position by position. With
+    `.at(...)` the mean is that of the whole tensor, and is put into the part alone. No gradient flows into it.
+
+    Examples:
+        >>> t = torch.tensor([[[1.0, 2.0], [3.0, 6.0]]])
+        >>> mean_ablate().at(positions=0)(t)
+        tensor([[[2., 4.],
+                 [3., 6.]]])
+        >>> mean_ablate(torch.tensor([9.0, 8.0])).at(positions=0)(t)
+        tensor([[[9., 8.],
+                 [3., 6.]]])
+    """
+    if mean is not None:
+        if over is not None:
+            raise VerbError("mean_ablate(): a mean that is given is not taken over anything; leave over= out")
+        return _putting(f"mean_ablate({_short(mean)})", lambda t: _value(mean, t))
+    said = "" if over is None else f"over={over!r}"
+    return _putting(f"mean_ablate({said})", lambda t: _mean(t, over))
+
+
+def _putting(name: str, value: Callable[[Tensor], Tensor]) -> Verb:
+    return Verb(name, lambda t: _put(value(t), t, Part()), value=value)
+
+
+def _put(value: Tensor, t: Tensor, part: Part) -> Tensor:
+    value = broadcast(value, t, part)
+    # where, and not the value alone: what comes before stays in the graph, with a gradient of zero.
+    return torch.where(torch.ones((), dtype=torch.bool, device=t.device), value, t)
+
+
+def _value(v: float | Tensor, t: Tensor) -> Tensor:
+    value = _fitting(v, t)
+    if not isinstance(value, Tensor):
+        if not t.is_floating_point() and not t.is_complex() and value != int(value):
+            raise VerbError(f"got {value!r}, needs a whole number")
+        return torch.full((), value, dtype=t.dtype, device=t.device)
+    if value.dtype != t.dtype:
+        raise VerbError(f"got {value.dtype}, needs {t.dtype}")
+    return value.to(t.device)  # a single number may be elsewhere
+
+
+def _mean(t: Tensor, over: int | Sequence[int] | None) -> Tensor:
+    _needs_floats(t)
+    dims = list(range(t.dim() - 1)) if over is None else [over] if isinstance(over, int) else list(over)
+    if any(not -t.dim() <= dim < t.dim() for dim in dims):
+        raise VerbError(f"over={over!r} names a dimension that {tuple(t.shape)} does not have")
+    if math.prod(t.shape[dim] for dim in dims) <= 1:
+        raise VerbError(
+            f"the mean of {tuple(t.shape)} is over a single entry, which would change nothing: "
+            "give a mean that was captured before, mean_ablate(mean)"
+        )
+    return t.detach().mean(dims, keepdim=True)
 
 
 def noise(std: float, generator: torch.Generator | None = None) -> Verb:

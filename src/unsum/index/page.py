@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsum.destination import writable
-from unsum.index.words import Hit, Token, Words, headings, with_tokens
+from unsum.heatmap import Token, largest, legend, signed, span, style
+from unsum.index.words import Hit, Words, headings, with_tokens
 from unsum.report.charts import brief
 from unsum.report.frame import document, inlined, section, version
 
@@ -25,6 +26,7 @@ _TOKENS, _LETTERS = 80, 480  # of a text that is not folded
 _WINDOW, _OPENING = 40, 240  # tokens and letters that are seen of one that is
 _TITLE = 110  # letters of a query that are its heading
 _OPEN = 20  # queries whose sections are open
+_CLASS = "unsum-hits unsum-tokens"  # of what the rules of both style sheets reach
 _COMPACT = 3, 10  # queries, and hits of each, that `Hits` shows of itself in a notebook
 
 
@@ -79,17 +81,19 @@ def _first(hits: Hits, queries: int, k: int) -> Hits:
 
 def _page(hits: Hits, asked: Asked) -> str:
     title = _title(hits)
-    header = (
-        f'<header class="unsum-hits"><h1>{title}</h1>{_caption(hits)}<p class="small">unsum {version()}</p></header>'
-    )
+    header = f'<header class="{_CLASS}"><h1>{title}</h1>{_caption(hits)}<p class="small">unsum {version()}</p></header>'
     sections = "".join(
         section(
-            f"query-{number}", _cut(name, _TITLE), f'<div class="unsum-hits">{_whole(name)}{_list(found)}</div>',
+            f"query-{number}", _cut(name, _TITLE), f'<div class="{_CLASS}">{_whole(name)}{_list(found)}</div>',
             is_open=number < _OPEN,
         )
         for number, (name, found) in enumerate(asked)
     )  # fmt: skip
-    return document(title, header, sections, style=inlined("page.css", "unsum.index"))
+    return document(title, header, sections, style=_style())
+
+
+def _style() -> str:
+    return style() + inlined("page.css", "unsum.index")
 
 
 def _title(hits: Hits) -> str:
@@ -107,8 +111,7 @@ def _fragment(hits: Hits, asked: Asked, note: str = "") -> str:
         for name, found in asked
     )
     kind, note = (" compact", f'<div class="note">{escape(note)}</div>') if note else ("", "")
-    style = inlined("page.css", "unsum.index")
-    return f'<div class="unsum-hits notebook{kind}"><style>{style}</style>{_caption(hits)}{parts}{note}</div>'
+    return f'<div class="{_CLASS} notebook{kind}"><style>{_style()}</style>{_caption(hits)}{parts}{note}</div>'
 
 
 def _caption(hits: Hits) -> str:
@@ -138,15 +141,10 @@ def _list(found: list[Hit]) -> str:
         return '<div class="note">None.</div>'
     ends = [end for hit in found for end in _interval(hit) if math.isfinite(end)]
     low, high = min([0.0, *ends]), max([0.0, *ends])
-    most = max((abs(t.score) for hit in found for t in hit.tokens if t.score and math.isfinite(t.score)), default=0.0)
+    most = largest(token for hit in found for token in hit.tokens)
     items = "".join(_item(hit, low, high, most) for hit in found)
-    return f'{_legend(most)}<div class="list" role="list">{items}</div>'
-
-
-def _legend(most: float) -> str:
-    if not most:
-        return ""
-    return f'<div class="legend-of">a token\'s part: {_signed(-most)} <i></i> {_signed(most)}</div>'
+    scale = legend("a token's part", most)
+    return f'{scale}<div class="list" role="list">{items}</div>'
 
 
 def _item(hit: Hit, low: float, high: float, most: float) -> str:
@@ -154,7 +152,7 @@ def _item(hit: Hit, low: float, high: float, most: float) -> str:
     told = [f'example <span class="number">{row["example"]}</span>']
     told += [f'position <span class="number">{row["position"]}</span>'] if "position" in row else []
     told += [f'<bdi class="id">{escape(row["id"])}</bdi>'] if "id" in row else []
-    score = f'<span class="score" title="{row["score"]!r}">{_signed(row["score"])}</span>'
+    score = f'<span class="score" title="{row["score"]!r}">{signed(row["score"])}</span>'
     error = f' <span class="error">± {brief(row["error"])}</span>' if "error" in row else ""
     return (
         f'<div class="hit" role="listitem"><div class="rank">{row["rank"]}</div><div class="scored">'
@@ -227,23 +225,7 @@ def _window(hit: Hit) -> list[Token]:
 
 
 def _spans(hit: Hit, tokens: Sequence[Token], most: float) -> str:
-    return "".join(_span(token, most, token.position == hit.row.get("position")) for token in tokens)
-
-
-def _span(token: Token, most: float, is_found: bool) -> str:
-    kinds, style, said = ["t"], "", f"position {token.position}"
-    if token.score is not None:
-        said += f": {_signed(token.score)}"
-        share = abs(token.score) / most if most and math.isfinite(token.score) else 0.0
-        if share >= 0.005:
-            kinds.append("p" if token.score > 0 else "n")
-            style = f' style="--s:{share:.2f}"'
-        elif not math.isfinite(token.score):
-            kinds.append("odd")
-    kinds += ["found"] if is_found else []
-    if not token.string.strip():
-        kinds.append("newline" if "\n" in token.string else "blank")
-    return f'{escape(token.gap)}<span class="{" ".join(kinds)}"{style} title="{said}">{escape(token.string)}</span>'
+    return "".join(span(token, most, is_found=token.position == hit.row.get("position")) for token in tokens)
 
 
 def _whole(name: str) -> str:
@@ -252,10 +234,6 @@ def _whole(name: str) -> str:
         return ""
     whole = f'<div class="plain" dir="auto">{escape(name)}</div>'
     return f'<details class="asked"><summary>the whole query</summary>{whole}</details>'
-
-
-def _signed(value: float) -> str:
-    return f"+{brief(value)}" if value > 0 else brief(value)
 
 
 def _cut(text: str, size: int) -> str:

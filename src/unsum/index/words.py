@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from unsum.errors import OptionError
+from unsum.heatmap import Token, gaps
 
 if TYPE_CHECKING:
     from unsum.index.hits import Hits
@@ -16,16 +17,6 @@ Words = Callable[[Any], Sequence[str]]
 """A function from an example to the strings of its tokens."""
 
 _WORD = re.compile(r"(\s*)(\S+)")
-
-
-@dataclass(frozen=True)
-class Token:
-    """One token of a hit: what is shown of it, the space before it, and its score."""
-
-    position: int
-    string: str
-    gap: str
-    score: float | None  # None: the scores of tokens are not known
 
 
 @dataclass(frozen=True)
@@ -89,9 +80,7 @@ def _told(row: dict[str, Any], words: Words, example: Any) -> Hit:
         raise OptionError(f"{where} it gave {len(strings)} strings, and the token is at position {row['position']}")
     if scores is None and "position" not in row and row.get("text"):
         return Hit(row, [], has_strings=False)  # nothing is to be said of tokens
-    # Strings of which none has a space at its end or beginning are words, not pieces of a text.
-    gap = "" if any(string != string.strip() for string in strings) else " "
-    return Hit(row, _tokens(scores, strings, ["", *[gap] * (len(strings) - 1)]), has_strings=True)
+    return Hit(row, _tokens(scores, strings, gaps(strings)), has_strings=True)
 
 
 def _fits(row: dict[str, Any]) -> bool:

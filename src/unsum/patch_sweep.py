@@ -1,0 +1,231 @@
+"""`patch_sweep`: activation patching over a grid of sites and positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import replace as with_fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unsum.capture import capture
+from unsum.edit import edit
+from unsum.errors import OptionError, SiteError, VerbError
+from unsum.heat_grid import figures, grid, table
+from unsum.part import Index, numbers
+from unsum.picture import Picture
+from unsum.progress import progress
+from unsum.sites import Asked, Site, parse
+from unsum.verbs import replace
+
+Metric = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class PatchSweep:
+    """What `unsum.patch_sweep` gives: it prints as a table, draws itself in a notebook, and saves its picture.
+
+    Attributes:
+        sites: The rows, in the order in which they fired.
+        positions: The columns.
+        values: (sites, positions) float64: the metric of the corrupt run with this one clean activation put in.
+        clean: The metric of the clean run.
+        corrupt: The metric of the corrupt run.
+
+    Examples:
+        >>> PatchSweep(["fc:output"], [0, 1], torch.tensor([[1.0, 3.5]]), clean=4.0, corrupt=1.0)
+        clean 4.0, corrupt 1.0
+        site         0    1
+        fc:output  1.0  3.5
+    """
+
+    sites: list[str]
+    positions: list[int]
+    values: Tensor
+    clean: float
+    corrupt: float
+
+    @property
+    def recovered(self) -> Tensor:
+        """(sites, positions): which share of the difference each patch brings back, 0 as corrupt and 1 as clean."""
+        return (self.values - self.corrupt) / (self.clean - self.corrupt)
+
+    def picture(self, tokens: Sequence[str] | None = None) -> Picture:
+        """A heat map: a row for each site, a column for each position, with its token where `tokens` has one for each
+        position of the input."""
+        words = None if tokens is None else _words(tokens, self.positions)
+        title = f"activation patching: {_count(self.sites, 'site')} × {_count(self.positions, 'position')}"
+        return Picture(grid(title, self.sites, self.positions, words, self.values, self.clean, self.corrupt), title)
+
+    def save(self, path: str | Path, tokens: Sequence[str] | None = None) -> Path:
+        """Write the picture as `.svg` or `.html`. Missing folders are made."""
+        return self.picture(tokens).save(path)
+
+    def _repr_svg_(self) -> str:
+        return self.picture().svg
+
+    def __repr__(self) -> str:
+        said = figures(self.values, self.corrupt)
+        head = f"clean {said(self.clean)}, corrupt {said(self.corrupt)}"
+        return f"{head}\n{table(self.sites, self.positions, self.values, self.corrupt)}"
+
+
+def patch_sweep(
+    model: nn.Module,
+    clean: Any,
+    corrupt: Any,
+    sites: Asked | Sequence[Asked],
+    metric: Metric,
+    positions: Index | None = None,
+) -> PatchSweep:
+    """Activation patching over a grid: for each site and each position, run `corrupt` with the activation of `clean`
+    put in there alone, and note the metric. It takes sites × positions + 2 forwards, without gradients.
+
+    Args:
+        model: Any module, also wrapped. Its two runs must have as many samples and positions as each other.
+        clean: The input whose activations are put in: a tensor, a tuple of arguments, or a mapping of keywords.
+        corrupt: The input that is run with them.
+        sites: One site or a list: `"blocks.*.mlp:output"`, `(Block, "output")`, `"attn:output[0]"`. Dimension 1 of what
+            flows there are the positions.
+        metric: From the model's output to a number.
+        positions: Which; None for all.
+
+    Examples:
+        >>> from torch import nn
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Flatten(), nn.Linear(12, 1))
+        >>> clean, corrupt = torch.tensor([[0, 1, 2]]), torch.tensor([[0, 4, 2]])
+        >>> sweep = patch_sweep(model, clean, corrupt, ["0:output", "1:output"], lambda out: out.item())
+        >>> sweep.values.shape
+        torch.Size([2, 3])
+        >>> sweep.recovered.round(decimals=3).abs()
+        tensor([[0., 1., 0.],
+                [0., 1., 0.]], dtype=torch.float64)
+    """
+    asked = _asked(sites)
+    with torch.no_grad():
+        with capture(model, *asked, keep="clone") as given:
+            clean_value = _number(metric, _run(model, clean, "clean"))
+        with capture(model, *asked, reduce=lambda t: t.shape) as met:
+            before = _random_state()
+            out = _run(model, corrupt, "corrupt")
+            drawn = any(not torch.equal(one, other) for one, other in zip(before, _random_state(), strict=False))
+            corrupt_value = _number(metric, out)
+        if drawn:
+            raise OptionError(
+                "the model draws random numbers (dropout), so that runs differ by chance: call model.eval()"
+            )
+        patches = dict(given.items())
+        _refuse_several(patches, asked)
+        chosen = _positions(positions, _length(patches, dict(met.items())))
+        values = torch.empty(len(patches), len(chosen), dtype=torch.float64)
+        line: progress[None] = progress(values.numel(), "patching")
+        with line:
+            for row, (site, patch) in enumerate(patches.items()):
+                line.say(site)
+                for column, position in enumerate(chosen):
+                    with edit(model, {site: replace(patch).at(positions=position)}):
+                        values[row, column] = _number(metric, _run(model, corrupt, "corrupt"))
+                    line.step()
+    return PatchSweep(list(patches), chosen, values, clean_value, corrupt_value)
+
+
+def _asked(sites: Asked | Sequence[Asked]) -> list[Asked]:
+    is_one = isinstance(sites, str) or (
+        isinstance(sites, tuple) and len(sites) == 2 and not isinstance(sites[0], str | tuple)
+    )
+    asked: list[Any] = [sites] if is_one else list(sites)
+    if not asked:
+        raise SiteError(
+            "name at least one site: unsum.patch_sweep(model, clean, corrupt, 'blocks.*.mlp:output', metric)"
+        )
+    for one in asked:
+        if (site := parse(one)).kind not in ("input", "output"):
+            raise SiteError(f"{site}: a sweep patches activations; did you mean '{site.kind.removeprefix('grad_')}'?")
+    return asked
+
+
+def _run(model: nn.Module, given: Any, name: str) -> Any:
+    if isinstance(given, Tensor):
+        return model(given)
+    if isinstance(given, Mapping):
+        return model(**given)
+    if isinstance(given, tuple | list):
+        return model(*given)
+    raise OptionError(
+        f"{name}: give the model's input as a tensor, a tuple of arguments or a mapping of keywords, "
+        f"not {type(given).__name__}"
+    )
+
+
+def _number(metric: Metric, output: Any) -> float:
+    value = metric(output)
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise OptionError(f"metric gave a tensor of shape {tuple(value.shape)}; it must give one number")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise OptionError(f"metric gave a {type(value).__name__}; it must give one number") from None
+
+
+def _random_state() -> list[Tensor]:
+    state = [torch.get_rng_state()]
+    return [*state, *torch.cuda.get_rng_state_all()] if torch.cuda.is_initialized() else state
+
+
+def _refuse_several(names: Iterable[str], asked: Sequence[Asked]) -> None:
+    """Raise where a site without a path found several tensors: a patch goes into one."""
+    paths = {parse(one).path for one in asked}
+    found: dict[Site, list[str]] = {}
+    for name in names:
+        site = parse(name)
+        found.setdefault(with_fields(site, path=()), []).append(name)
+        several = found[with_fields(site, path=())]
+        if len(several) > 1 and any(parse(one).path not in paths for one in several):
+            raise SiteError(f"{site.where}:{site.kind}: holds several tensors; name one of them: {', '.join(several)}")
+
+
+def _length(patches: Mapping[str, Tensor], met: Mapping[str, torch.Size]) -> int:
+    """How many positions there are, the same at every site and in both runs."""
+    lengths: dict[int, str] = {}
+    for site, patch in patches.items():
+        if site not in met:
+            raise SiteError(f"{site}: fired in the clean run and not in the corrupt one; a sweep needs it in both")
+        if patch.shape != met[site]:
+            raise SiteError(
+                f"{site}: {tuple(patch.shape)} in the clean run, {tuple(met[site])} in the corrupt one; a sweep "
+                "patches position by position.\n  make the inputs of one length, or choose which positions go where: "
+                "unsum.replace(v[:, [1, 2]]).at(positions=[3, 4])"
+            )
+        if patch.dim() < 3:
+            raise SiteError(f"{site}: is {tuple(patch.shape)}; a sweep needs (samples, positions, ...) there")
+        lengths.setdefault(patch.shape[1], site)
+    if len(lengths) > 1:
+        told = ", ".join(f"{length} at {site}" for length, site in lengths.items())
+        raise SiteError(f"the sites have different numbers of positions: {told}; sweep over them one by one")
+    return next(iter(lengths))
+
+
+def _positions(index: Index | None, size: int) -> list[int]:
+    try:
+        chosen = list(range(size)) if index is None else numbers(index, size, "positions")
+    except VerbError as error:
+        raise OptionError(f"positions={index!r}: {str(error).rpartition(': ')[2]}") from None
+    if not chosen:
+        raise OptionError(f"positions={index!r}: names none of the {size} positions")
+    return chosen
+
+
+def _words(tokens: Sequence[str], positions: Sequence[int]) -> list[str]:
+    if isinstance(tokens, str) or not all(isinstance(token, str) for token in tokens):
+        raise OptionError("tokens= takes a list of strings, one for each position of the input")
+    if len(tokens) <= max(positions):
+        raise OptionError(f"tokens= has {len(tokens)} strings, and there is a position {max(positions)}")
+    return [tokens[position] for position in positions]
+
+
+def _count(things: Sequence[Any], name: str) -> str:
+    return f"{len(things)} {name}{'' if len(things) == 1 else 's'}"
