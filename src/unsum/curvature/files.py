@@ -172,5 +172,5 @@ def _safetensors() -> Any:
         return importlib.import_module("safetensors.torch")
     except ImportError as error:
         raise NotInstalled(
-            "curvatures are saved by safetensors, which is not installed: pip install unsum[curvature]"
+            "curvatures are saved by safetensors, which is not installed: pip install safetensors numpy"
         ) from error
