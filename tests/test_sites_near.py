@@ -90,7 +90,9 @@ def misspelt(draw):
     which = draw(st.sampled_from(sorted(MODELS)))
     model = MODELS[which]
     names = [*Names(model).modules, *Names(model).parameters]
-    site = f"{draw(st.sampled_from(names))}:{draw(st.sampled_from(KINDS))}{draw(st.sampled_from(['', '@1', '[0]', '.x']))}"
+    site = (
+        f"{draw(st.sampled_from(names))}:{draw(st.sampled_from(KINDS))}{draw(st.sampled_from(['', '@1', '[0]', '.x']))}"
+    )
     return which, draw(st.one_of(st.just(site), typos(site), typos(site.partition(":")[0])))
 
 
@@ -171,4 +173,4 @@ def test_what_a_capture_proposes_when_it_is_read_exists():
         got["act:input"]
     assert "ReLU:output" not in proposed(told.value)
     for near in proposed(told.value):
-        assert near in got.keys() or near in unsum.sites(model)
+        assert near in got or near in unsum.sites(model)

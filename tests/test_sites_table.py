@@ -1,6 +1,8 @@
 """The table of `unsum.sites`: blocks that are alike once, and shapes after a batch."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,6 +89,19 @@ def test_what_patterns_choose_is_folded_too():
     found = unsum.sites(Net(*(Block() for _ in range(12))), "*.up:output")
     assert lines(found) == ["blocks.0 … blocks.11: 12 × the same", "blocks.0.up"]
     assert len(found) == 12
+
+
+@pytest.mark.parametrize("page", ["sites.md", "index.md"])
+def test_the_pages_show_what_is_printed(page, capsys):
+    text, names, shown = (Path(__file__).parent.parent / "docs" / page).read_text(), {}, 0
+    for language, block in re.findall(r"^```(python|text)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        if language == "python":
+            capsys.readouterr()
+            exec(block, names)
+        elif block.startswith(("module", "no site")):
+            assert capsys.readouterr().out == block
+            shown += 1
+    assert shown == {"sites.md": 3, "index.md": 1}[page]
 
 
 class Odd(nn.Module):

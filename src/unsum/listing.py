@@ -89,7 +89,9 @@ class Sites:
         rows = [self._row(name, own) for name, own in self._sites.items()]
         lines = [_Row("module", "type", "output", "sites", ()), *(_folded(rows) if self._fold else rows)]
         cells = [line if isinstance(line, str) else self._cells(line) for line in lines]
-        widths = [max(map(len, column)) for column in zip(*(row for row in cells if isinstance(row, tuple)), strict=True)]
+        widths = [
+            max(map(len, column)) for column in zip(*(row for row in cells if isinstance(row, tuple)), strict=True)
+        ]
         widths[-1] = 0  # nothing comes after it
         return "\n".join(
             row if isinstance(row, str) else "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))

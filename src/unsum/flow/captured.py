@@ -197,7 +197,9 @@ class Captured:
 
     def _unasked(self, site: Site) -> str:
         asked = [str(request) for request in self._requests.asked]
-        known = [] if self._requests.names is None else [str(r) for r in self._requests.asked if isinstance(r.where, str)]
+        known = (
+            [] if self._requests.names is None else [str(r) for r in self._requests.asked if isinstance(r.where, str)]
+        )
         near = difflib.get_close_matches(str(site), [*known, *self.keys()], 3, 0.4)
         first = (
             f"{site}: {'no tensor of this name was marked' if self._requests.names is None else 'was not asked for'}"
