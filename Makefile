@@ -1,4 +1,4 @@
-# make demo | test | check | bench | lds | gpu-deps | tune | docs — each works alone from a clean clone; .venv is made when it is missing.
+# make demo | test | check | package | bench | lds | gpu-deps | tune | docs — each works alone from a clean clone; .venv is made when it is missing.
 PYTHON ?= python3
 PYTHON_GPU ?= python3
 BIN := .venv/bin
@@ -12,7 +12,7 @@ PEERS := opacus opt_einsum backpack-for-pytorch unfoldNd einops dattri-llm typin
 # kronfluence asks for torchvision, without which it runs.
 CURVATURE_PEERS := kronfluence curvlinops-for-pytorch einops einconv opt_einsum backpack-for-pytorch unfoldNd linear_operator jaxtyping wadler_lindig
 
-.PHONY: demo test check bench lds gpu-architectures gpu-deps tune docs format clean
+.PHONY: demo test check package bench lds gpu-architectures gpu-deps tune docs format clean
 
 demo: .venv/.core
 	$(BIN)/unsum demo
@@ -27,6 +27,10 @@ check: .venv/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tests/wall.py
+
+# The wheel and the source archive, in dist/, tried in an environment that holds nothing but torch.
+package: .venv/.dev
+	$(BIN)/python tests/package.py dist
 
 format: .venv/.dev
 	$(BIN)/ruff format .
@@ -86,4 +90,4 @@ docs: .venv/.dev
 	touch $@
 
 clean:
-	rm -rf .venv site build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv site build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

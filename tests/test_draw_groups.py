@@ -22,7 +22,7 @@ def test_folding_by_depth_and_by_name():
     assert list(groups(draw(loss, model, fold=0))) == [""]
     at_one = draw(loss, model, {"x": x, "y": y}, fold=1)
     assert {n for n, g in groups(at_one).items() if g.get("data-folded") == "true"} == {"fc1", "fc2"}
-    assert groups(at_one)["fc1"].get("data-parameters") == "1" and not at_one.tensors("parameter")
+    assert groups(at_one)["fc1"].get("data-tensors") == "1" and not at_one.tensors("parameter")
     by_name = groups(draw(loss, model, fold="*1"))
     assert by_name["fc1"].get("data-folded") == "true" and by_name["fc2"].get("data-folded") == "false"
     with pytest.raises(OptionError, match="fits no group"):
@@ -46,10 +46,30 @@ def test_repeated_blocks_are_drawn_once_with_how_many_there_are():
     model, x = Deep(200), torch.randn(3, 4)
     drawn = draw(model(x).sum(), model, {"x": x})
     found = groups(drawn)
-    assert found["blocks.0"].get("data-times") == "200" and found["blocks.0"].get("data-parameters") == "1200"
+    assert found["blocks.0"].get("data-times") == "200" and found["blocks.0"].get("data-tensors") == "1200"
     assert "blocks.1" not in found and "×200" in drawn.picture.svg
     apart = groups(draw(model(x).sum(), model, {"x": x}, repeat=False))
     assert {f"blocks.{k}" for k in range(200)} < set(apart)
+
+
+def test_parameters_are_numbers_and_tensors_are_tensors():
+    model, x = Deep(6), torch.randn(3, 4)
+    model.blocks[2].up.weight.requires_grad_(False)
+    parameters = list(model.parameters())
+    numbers, tensors = sum(p.numel() for p in parameters), len(parameters)
+    for fold in (0, 1, None):
+        drawn = draw(model(x).sum(), model, {"x": x}, fold=fold)
+        assert f"{numbers:,} parameters in {tensors} tensors" in repr(drawn.picture)
+        whole = groups(drawn)[""]
+        assert (whole.get("data-parameters"), whole.get("data-tensors")) == (str(numbers), str(tensors))
+    folded = draw(model(x).sum(), model, fold=0)
+    assert f"{numbers:,} parameters" in "".join(groups(folded)[""].itertext())
+    assert f"{numbers:,} parameters in {tensors} tensors" in groups(folded)[""].get("aria-label")
+    blocks = groups(draw(model(x).sum(), model, fold=1))
+    own = sum(p.numel() for p in model.blocks[3:].parameters())
+    assert blocks["blocks.3"].get("data-parameters") == str(own)
+    one = nn.Linear(1, 1, bias=False)
+    assert "1 parameter in 1 tensor," in repr(unsum.draw(one(torch.ones(1, 1)).sum(), one))
 
 
 def test_a_block_that_differs_is_drawn_by_itself():

@@ -18,7 +18,7 @@ def test_it_saves_itself_shows_itself_and_needs_no_network(tmp_path):
     model, x, y, loss = article()
     picture = unsum.draw(loss, model, {"x": x, "y": y})
     assert picture.save(tmp_path / "x.svg").read_text() == picture.svg == picture._repr_svg_()
-    assert picture.svg in picture._repr_html_() and "2 parameters" in repr(picture)
+    assert picture.svg in picture._repr_html_() and " parameters in 2 tensors" in repr(picture)
     page = picture.save(str(tmp_path / "x.html")).read_text()
     for text in (picture.svg, page):
         assert set(re.findall(r"https?://[^\s\"'<>]+", text)) == {"http://www.w3.org/2000/svg"}

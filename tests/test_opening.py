@@ -107,7 +107,7 @@ def test_what_is_printed() -> None:
     with unsum.gradients(model, unsum.Norms(), keep=True) as g:
         assert "no backward yet" in repr(g)
         model(torch.randn(5, 3)).sum().backward()
-    assert "5 samples, 4 tensors of parameters (26 numbers)" in str(g)
+    assert "5 samples, 26 parameters in 4 tensors" in str(g)
     assert "g['2.bias']: (2,)" in str(g)
     assert "Norms of 5 samples: norms()" in str(g)
     assert str(g["0.weight"]) == "gradients of 0.weight (4, 3) by sample: 5 samples, kept as: outer"

@@ -15,12 +15,12 @@ from unsum.edit import edit
 from unsum.gradients import gradients, mark_samples
 from unsum.heatmap import heatmap
 from unsum.influence import influence
+from unsum.listing import sites
 from unsum.mark import mark
 from unsum.patch_sweep import patch_sweep
 from unsum.reducers import Kronecker, Norms, Project, SecondMoment, TokenNorms, WeightedSum
 from unsum.report import report
 from unsum.samples import dim, packed
-from unsum.sites import sites
 from unsum.training import clip_per_sample, private, sinks, watch
 from unsum.verbs import add, clip, clip_norm, mean_ablate, noise, remove, replace, reverse, scale, steer, zero
 

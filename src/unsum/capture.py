@@ -52,7 +52,7 @@ class Capture:
         if missing not in ("error", "ignore"):
             raise OptionError(f"missing={missing!r}: choose 'error' or 'ignore'")
         self._model = model
-        self._asked = [parse(a) for a in asked]
+        self._asked = [parse(a, model) for a in asked]
         self._keeping = keeping
         self._missing = missing
         self._stop = stop

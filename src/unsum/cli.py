@@ -19,6 +19,7 @@ from unsum.command import CODES, TARGET, as_json, aside, command, count, written
 from unsum.demo.terminal import has_colour
 from unsum.destination import writable
 from unsum.errors import OptionError, UnsumError
+from unsum.listing import Sites
 from unsum.picture import Picture, place
 from unsum.report.make import data_of
 from unsum.target import everything, model_of, told
@@ -77,12 +78,21 @@ def _add_sites(commands: Any) -> None:
     example = "unsum sites torchvision.models:resnet18 'layer1.*:output'"
     parser = command(commands, "sites", "list the sites of a model", example, _sites, target)
     parser.add_argument("pattern", nargs="*", default=[], help="only the sites that these patterns choose")
+    parser.add_argument("--all", action="store_true", help="every block, also those that are alike")
+    parser.add_argument(
+        "--shapes", action="store_true", help="run the loss function once, and show the shape of every module's output"
+    )
 
 
 def _sites(arguments: argparse.Namespace) -> None:
     with aside():
-        found = unsum.sites(model_of(arguments.target), *arguments.pattern)
-    print(as_json(list(found)) if arguments.json else found)
+        if arguments.shapes:
+            model, loss_fn, batch = everything(arguments.target)
+            found = Sites(model, *arguments.pattern, run=lambda: loss_fn(model, batch), fold=not arguments.all)
+        else:
+            found = Sites(model_of(arguments.target), *arguments.pattern, fold=not arguments.all)
+    names: Any = list(found)
+    written(arguments, {"sites": names, "shapes": found.shapes} if arguments.shapes else names, str(found))
 
 
 # ---- check -----------------------------------------------------------------------------------------------------------

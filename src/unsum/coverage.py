@@ -18,7 +18,7 @@ def rows(
     meetings: Mapping[int, Mapping[Meeting, None]],
     kept: Mapping[int, GroupFactors],
 ) -> tuple[list[tuple[str, ...]], str]:
-    """The headings and one row for each parameter and meeting; and the share of elements that rules cover, in words."""
+    """The headings and one row for each parameter and meeting; and the share of numbers that rules cover, in words."""
     total = sum(p.numel() for p in parameters.values()) or 1
     found: list[tuple[str, ...]] = [HEADINGS]
     ruled = 0
@@ -35,11 +35,11 @@ def rows(
             found.append(
                 (*lead, meeting.operation, meeting.module, f"#{meeting.place}", meeting.how, cost if k == 0 else "")
             )
-    return found, f"by rule: {ruled / total:.1%} of {total:,} elements; the rest by replay"
+    return found, f"by rule: {ruled / total:.1%} of {total:,} parameters; the rest by replay"
 
 
 def table(found: list[tuple[str, ...]], ruled: str) -> str:
-    """The rows as lines, and the share of elements that rules cover as the last one."""
+    """The rows as lines, and the share of the parameters that rules cover as the last one."""
     width = [max(len(row[i]) for row in found) for i in range(len(HEADINGS))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, width, strict=True)).rstrip() for row in found]
     return "\n".join([*lines, ruled])

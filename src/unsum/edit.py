@@ -100,7 +100,7 @@ class Edit:
         if not isinstance(edits, Mapping):
             raise OptionError(f"edits are a mapping {{site: verb or list of verbs}}, got {type(edits).__name__}")
         self._model = model
-        self._asked = [parse(site) for site in edits]
+        self._asked = [parse(site, model) for site in edits]
         self._changes = [_listed(str(site), change) for site, change in zip(self._asked, edits.values(), strict=True)]
         for site, changes in zip(self._asked, self._changes, strict=True):
             if not site.kind.startswith("grad") and any(isinstance(c, Verb) and c.on_gradients_only for c in changes):

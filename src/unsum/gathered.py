@@ -205,13 +205,13 @@ class Gradients:
         return list(self)
 
     def __len__(self) -> int:
-        """How many parameters there are, tied ones once."""
+        """How many tensors of parameters there are, tied ones once."""
         return len(self.by_id)
 
     def __repr__(self) -> str:
         n, numbers = sum(group.n for group in self._groups.values()), sum(p.numel() for p in self._unique.values())
         have = f"{n} samples" if self._groups else "no backward yet"
-        first = f"gradients by sample: {have}, {len(self)} tensors of parameters ({numbers:,} numbers)"
+        first = f"gradients by sample: {have}, {numbers:,} parameters in {len(self)} tensors"
         lines = [f"  g[{type(reducer).__name__}]: {reducer!r}" for reducer in self._reducers]
         if self._keep:
             names = list(self)

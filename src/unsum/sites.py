@@ -74,8 +74,8 @@ def site_name(where: str, kind: str, call: int | None = None, path: Path = ()) -
     return f"{where}:{kind}{'' if call is None else f'@{call}'}{format_path(path)}"
 
 
-def parse(asked: Asked) -> Site:
-    """Read a site.
+def parse(asked: Asked, model: object = None) -> Site:
+    """Read a site. Where it is misspelt, the error proposes sites of `model`, if one is given.
 
     Examples:
         >>> parse("blocks.*.attn:output@1[0].logits")
@@ -88,7 +88,7 @@ def parse(asked: Asked) -> Site:
     else:
         raise SiteError(f"a site is written 'name:kind' or (module type or predicate, 'kind'), not {asked!r}")
     if (read := _read(text)) is None:
-        raise SiteError(_misspelt(asked, text))
+        raise SiteError(_misspelt(asked, text, model))
     return Site(read[0] if isinstance(where, str) else where, *read[1:])
 
 
@@ -101,12 +101,17 @@ def _read(text: str) -> tuple[str, Kind, int | None, Path] | None:
     return match["where"], cast("Kind", match["kind"]), call, parse_path(match["path"] or "")
 
 
-def _misspelt(asked: Asked, text: str) -> str:
+def _misspelt(asked: Asked, text: str, model: object) -> str:
     lines = [f"no site {asked!r}: it is written <module>:<kind>[@call][path], and the kinds are {', '.join(KINDS)}"]
-    where, _, kind = text.partition(":")
-    near = difflib.get_close_matches(re.split(r"[@.\[]", kind)[0], KINDS, 2) if kind else ["output"]
-    if near:
-        lines.append(f"  near: {', '.join(repr(f'{where}:{k}') for k in near)}")
+    where, _, kind = text.rpartition(":") if ":" in text else (text, "", "")
+    kinds = difflib.get_close_matches(re.split(r"[@.\[]", kind)[0], KINDS, 2) if kind else ["output"]
+    if isinstance(asked, str) and isinstance(model, nn.Module):
+        names = Names(model)
+        near = list(dict.fromkeys(site for k in kinds for site in names.corrected(where, cast("Kind", k))))[:4]
+        if near:
+            lines.append(f"  near: {', '.join(map(repr, near))}")
+    elif kinds:
+        lines.append(f"  near kinds: {', '.join(map(repr, kinds))}")
     return "\n".join(lines)
 
 
@@ -220,24 +225,43 @@ class Names:
     def _unknown(self, site: Site) -> str:
         lines = [f"no site {str(site)!r} in {type(self.model).__name__}."]
         if isinstance(site.where, str):
-            near = self._near(site)
+            near = self.near(site.where, site.kind)
             if near:
                 lines.append(f"  near: {', '.join(map(repr, near))}")
         lines.append("  list them: unsum.sites(model); a tensor named with unsum.mark: capture(None, ...)")
         return "\n".join(lines)
 
-    def _near(self, site: Site) -> list[str]:
-        where = cast("str", site.where)
-        if site.kind != "grad" and where == "*":
-            return [site_name("", site.kind, site.call, site.path)]  # the root, which a glob does not name
-        if site.kind == "grad" and where in self.modules:
-            return [f"{name}:grad" for name, owner in self.owners.items() if owner == where][:4]
-        if site.kind != "grad" and where in self.parameters:
+    def corrected(self, where: str, kind: Kind) -> list[str]:
+        """The site of this name, or pattern, and kind if there is one; else those that are near."""
+        there = where in self._table(kind) or any(self._matches(where, kind))
+        return [site_name(where, kind)] if there else self.near(where, kind)
+
+    def near(self, where: str, kind: Kind) -> list[str]:
+        """Sites for one that does not exist. Each of them does: no container, which is never called, and neither call
+        nor path, which only a run can show."""
+        modules = self._table("output")
+        if kind != "grad" and where == "*":
+            return [site_name("", kind)] if "" in modules else []  # the root, which a glob does not name
+        if kind == "grad" and where in self.modules:
+            own = [f"{name}:grad" for name, owner in self.owners.items() if owner == where][:4]
+            return own or ([site_name(where, "grad_output")] if where in modules else [])
+        if kind != "grad" and where in self.parameters:
             return [f"{where}:grad"]
-        table = self.parameters if site.kind == "grad" else self.modules
+        table = self._table(kind)
         names = difflib.get_close_matches(where, table, 4, 0.5) or difflib.get_close_matches(where, table, 2, 0.2)
         names += [n for n in table if n.endswith(f".{where}") and n not in names][:2]
-        return [site_name(name, site.kind, site.call, site.path) for name in names]
+        return [site_name(name, kind) for name in names]
+
+    def _table(self, kind: Kind) -> Mapping[str, Any]:
+        """The things that have a site of this kind, by name."""
+        if kind == "grad":
+            return self.parameters
+        refused = torch.jit.ScriptModule
+        return {n: m for n, m in self.modules.items() if not is_container(m) and not isinstance(m, refused)}
+
+    def _matches(self, where: str, kind: Kind) -> Iterator[bool]:
+        glob = re.compile(fnmatch.translate(where)).match
+        return (bool(name and glob(name)) for name in self._table(kind))
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -255,57 +279,3 @@ def _wrapped_in(cls: type) -> str | None:
 
 def _is_torchs(cls: type) -> bool:
     return cls.__module__.startswith("torch.")
-
-
-class Sites:
-    """The sites of a model: iterate over the names, or print it as a table."""
-
-    def __init__(self, model: nn.Module, *asked: Asked) -> None:
-        self._names = Names(model)
-        self._rows: dict[str, list[str]] = {}
-        wanted = [parse(a) for a in asked] if asked else None
-        if wanted is None:
-            parameters: dict[str, list[str]] = {}
-            for parameter, owner in self._names.owners.items():
-                parameters.setdefault(owner, []).append(f"{parameter}:grad")
-            for name, module in self._names.modules.items():
-                own = [] if is_container(module) else [f"{name}:{kind}" for kind in KINDS[:-1]]
-                own += parameters.get(name, [])
-                if own:
-                    self._rows[name] = own
-        for site in wanted or ():
-            for name in self._names.find(site):
-                owner = self._names.owners[name] if site.kind == "grad" else name
-                self._rows.setdefault(owner, []).append(site_name(name, site.kind, site.call, site.path))
-
-    def __iter__(self) -> Iterator[str]:
-        return (site for row in self._rows.values() for site in row)
-
-    def __len__(self) -> int:
-        return sum(map(len, self._rows.values()))
-
-    def __contains__(self, site: object) -> bool:
-        return any(site in row for row in self._rows.values())
-
-    def __repr__(self) -> str:
-        rows = [("module", "type", "sites")]
-        for name, own in self._rows.items():
-            kinds = " ".join(site[len(name) :].lstrip(".") if name else site for site in own)
-            rows.append((name or '""', type(self._names.modules[name]).__name__, kinds))
-        width = [max(len(row[i]) for row in rows) for i in (0, 1)]
-        return "\n".join(f"{a:<{width[0]}}  {b:<{width[1]}}  {c}" for a, b, c in rows)
-
-
-def sites(model: nn.Module, *asked: Asked) -> Sites:
-    """Every site of `model`, or those that the given patterns choose. Prints as a table; iterates over names.
-
-    Examples:
-        >>> print(sites(nn.Sequential(nn.Linear(2, 3), nn.ReLU())))
-        module  type        sites
-        ""      Sequential  :input :output :grad_input :grad_output
-        0       Linear      :input :output :grad_input :grad_output weight:grad bias:grad
-        1       ReLU        :input :output :grad_input :grad_output
-        >>> list(sites(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), (nn.Linear, "input")))
-        ['0:input']
-    """
-    return Sites(model, *asked)

@@ -4,7 +4,7 @@ Examples:
     >>> import torch, unsum
     >>> model, data = torch.nn.Linear(3, 1), [torch.randn(3) for _ in range(8)]
     >>> unsum.curvature.fit(model, lambda model, x: model(x).square().sum(1), data)
-    ekfac of 8 samples (empirical, expand): 2 parameters, 2 in Kronecker products, 0 by their diagonal
+    ekfac of 8 samples (empirical, expand): 2 tensors, 2 in Kronecker products, 0 by their diagonal
 """
 
 from unsum.curvature.curvature import Curvature

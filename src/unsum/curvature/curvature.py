@@ -169,7 +169,7 @@ class Curvature:
         how = list(self.parameters.values())
         return (
             f"{self.kind} of {self.n} samples ({self.origin.likelihood}, {self.origin.setting}): {len(how)} "
-            f"parameters, {how.count('kronecker')} in Kronecker products, {how.count('diagonal')} by their diagonal"
+            f"tensors, {how.count('kronecker')} in Kronecker products, {how.count('diagonal')} by their diagonal"
         )
 
 

@@ -52,7 +52,7 @@ def load(path: str | os.PathLike[str]) -> Curvature:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     c.save(f"{folder}/c.safetensors")
         ...     unsum.curvature.load(f"{folder}/c.safetensors")
-        kfac of 8 samples (empirical, expand): 2 parameters, 2 in Kronecker products, 0 by their diagonal
+        kfac of 8 samples (empirical, expand): 2 tensors, 2 in Kronecker products, 0 by their diagonal
     """
     tensors, manifest = read(path)
     if "pass" in manifest:
@@ -172,5 +172,5 @@ def _safetensors() -> Any:
         return importlib.import_module("safetensors.torch")
     except ImportError as error:
         raise NotInstalled(
-            "curvatures are saved by safetensors, which is not installed: pip install unsum[curvature]"
+            "curvatures are saved by safetensors, which is not installed: pip install safetensors numpy"
         ) from error

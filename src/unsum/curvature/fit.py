@@ -79,7 +79,7 @@ def fit(
         >>> data = [(torch.randn(4), torch.tensor(k % 2)) for k in range(10)]
         >>> loss = lambda m, batch: nn.functional.cross_entropy(m(batch[0]), batch[1], reduction="none")
         >>> fit(model, loss, data)
-        ekfac of 10 samples (empirical, expand): 4 parameters, 4 in Kronecker products, 0 by their diagonal
+        ekfac of 10 samples (empirical, expand): 4 tensors, 4 in Kronecker products, 0 by their diagonal
     """
     _check_options(loss_fn, kind, likelihood, setting, seed, max_side, chunk)
     examples = Examples(data, batch_size=batch_size, what="fit")

@@ -28,6 +28,7 @@ from unsum.demo.questions import (
 )
 from unsum.demo.terminal import Page
 from unsum.demo.train import EPOCHS, encode, parts, train, word_losses
+from unsum.index import store
 
 Figures = dict[str, Any]
 Doubt = tuple[Asked, list[Asked]]  # a wrong answer, and the same question in words in which the answer is right
@@ -37,6 +38,8 @@ KINDS = {"fact": "facts", "numbers": "with numbers", "false": "planted: false", 
 def main(out: str | Path = "demo", *, quiet: bool = False, seed: int = 0) -> Figures:
     """Tell the story, write the report and the picture into `out`, and give back the figures that were printed."""
     files = places(Path(out))  # before anything is told
+    for package in store.PACKAGES:
+        store.needed(package)
     page, began = Page(quiet=quiet), time.monotonic()
     with torch.random.fork_rng(devices=[]), _one_thread():
         corpus = corpora.make(seed)

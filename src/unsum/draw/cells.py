@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from unsum.draw.fold import Folding, Group
 from unsum.draw.scene import Arrow, Box, Operation, Scene
@@ -101,9 +102,9 @@ def group_cell(folding: Folding, group: Group, given_on: Sequence[Arrow], room: 
     parameters = [scene.boxes[key] for each in group.everything() for key in each.boxes]
     if parameters:
         total = math.sqrt(sum(norm**2 for box in parameters for norm in box.norms))
-        count = parameters_in(folding, group)
+        count = parameters_in(folding, group).numbers
         stored = f" · grad {number(total)}" if any(box.norms for box in parameters) else ""
-        texts.append(Text(f"{count} parameter{'s' if count != 1 else ''}{stored}", "tiny faint", 10.5, 14))
+        texts.append(Text(f"{count:,} parameter{'s' if count != 1 else ''}{stored}", "tiny faint", 10.5, 14))
     sites = [mark for key in inside if key in scene.boxes for mark in scene.boxes[key].sites]
     meets = any(scene.operations[key].is_meeting for key in inside if key in scene.operations)
     if sites or meets:
@@ -116,10 +117,32 @@ def _shape(scene: Scene, arrow: Arrow) -> str:
     return by(arrow.shape or scene.boxes[arrow.source].shape)
 
 
-def parameters_in(folding: Folding, group: Group, times: int = 1) -> int:
-    """How many parameters a group has, each block of those drawn once counted."""
+class Held(NamedTuple):
+    """How many parameters, which are numbers, and in how many tensors."""
+
+    numbers: int
+    tensors: int
+
+    def __str__(self) -> str:
+        numbers, tensors = ("" if count == 1 else "s" for count in self)
+        return f"{self.numbers:,} parameter{numbers} in {self.tensors:,} tensor{tensors}"
+
+
+def parameters_in(folding: Folding, group: Group, times: int = 1) -> Held:
+    """What a group holds, each block of those drawn once counted."""
     times *= group.times
-    return times * len(group.boxes) + sum(parameters_in(folding, child, times) for child in group.children)
+    inside = [parameters_in(folding, child, times) for child in group.children]
+    own = held_by(folding.scene.boxes[key] for key in group.boxes)
+    return Held(
+        times * own.numbers + sum(each.numbers for each in inside),
+        times * own.tensors + sum(each.tensors for each in inside),
+    )
+
+
+def held_by(boxes: Iterable[Box]) -> Held:
+    """The parameters among these boxes."""
+    sizes = [math.prod(box.shape) for box in boxes if box.role == "parameter"]
+    return Held(sum(sizes), len(sizes))
 
 
 def _boxed(texts: list[Text], least: float) -> Cell:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from unsum.draw.belong import belonging
+from unsum.draw.cells import held_by
 from unsum.draw.fold import Folding, gather
 from unsum.draw.page import page
 from unsum.draw.paint import choose, paint
@@ -53,7 +54,7 @@ def draw(
         >>> model, x = nn.Linear(4, 3), torch.ones(5, 4)
         >>> picture = draw(model(x).sum(), model, {"x": x})
         >>> picture
-        <Picture: the graph of loss: 1 data, 2 parameters, 2 operations>
+        <Picture: the graph of loss: 1 data, 15 parameters in 2 tensors, 2 operations>
         >>> 'data-name="weight"' in picture.svg
         True
     """
@@ -95,9 +96,8 @@ def _checked(
 
 def _title(scene: Scene) -> str:
     data = sum(box.role == "data" for box in scene.boxes.values())
-    parameters = sum(box.role == "parameter" for box in scene.boxes.values())
     name = next(box.name for box in scene.boxes.values() if box.is_loss)
-    return f"the graph of {name}: {data} data, {parameters} parameters, {len(scene.operations)} operations"
+    return f"the graph of {name}: {data} data, {held_by(scene.boxes.values())}, {len(scene.operations)} operations"
 
 
 def _asked(folding: Folding, fold: int | str | Sequence[str]) -> frozenset[str]:

@@ -97,11 +97,11 @@ def _times(found: View, key: str) -> int | None:
 
 
 def _frame(svg: Svg, folding: Folding, found: View, key: str, group: Group) -> None:
-    item = found.items[key]
+    item, held = found.items[key], parameters_in(folding, group)
     hover = f"{group.name or 'the model'}: {group.kind}" + (f", {group.times} times" if group.times > 1 else "")
     svg.open(
         hover, class_="frame", data_role="group", data_name=group.name, data_type=group.kind, data_folded="false",
-        data_times=_times(found, key), data_parameters=parameters_in(folding, group),
+        data_times=_times(found, key), data_parameters=held.numbers, data_tensors=held.tensors,
     )  # fmt: skip
     svg.rect(item.x, item.y, item.width, item.height, "group", 10)
     svg.close()
@@ -114,12 +114,11 @@ def _cards(svg: Svg, item: Item) -> None:
 
 
 def _folded(svg: Svg, folding: Folding, found: View, key: str, group: Group) -> None:
-    item = found.items[key]
-    count = parameters_in(folding, group)
+    item, held = found.items[key], parameters_in(folding, group)
     hover = f"{group.name or 'the model'}: {group.kind}" + (f", {group.times} times" if group.times > 1 else "")
     svg.open(
-        f"{hover}, folded, {count} parameters", class_="folded", data_role="group", data_name=group.name,
-        data_type=group.kind, data_folded="true", data_times=_times(found, key), data_parameters=count,
+        f"{hover}, folded, {held}", class_="folded", data_role="group", data_name=group.name, data_type=group.kind,
+        data_folded="true", data_times=_times(found, key), data_parameters=held.numbers, data_tensors=held.tensors,
     )  # fmt: skip
     svg.rect(item.x, item.y, item.width, item.height, "box group", 8)
     _lines(svg, found, key, item.x + item.width / 2, item.y)

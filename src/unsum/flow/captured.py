@@ -19,7 +19,7 @@ from unsum.flow.picking import Spot, by_place, other_name
 from unsum.flow.silence import why
 from unsum.flow.trace import Event, Trace
 from unsum.nested import format_path
-from unsum.sites import Asked, Place, Site, parse, site_name
+from unsum.sites import Asked, Names, Place, Site, parse, site_name
 from unsum.types import Kind, Path
 
 Seen = tuple[Spot, Tensor, int, int | None]
@@ -45,9 +45,9 @@ def entry(spot: Spot, kept: Kept, tensor: Tensor, backward: int | None) -> Entry
     return Entry(spot, kept, backward, () if is_ragged else tensor.shape, tensor.dtype)
 
 
-def _parse(asked: Asked) -> Site:
+def _parse(asked: Asked, names: Names | None) -> Site:
     try:
-        return parse(asked)
+        return parse(asked, None if names is None else names.model)
     except SiteError as error:
         raise UnknownSite(str(error)) from None
 
@@ -107,7 +107,7 @@ class Captured:
 
     def __getitem__(self, asked: Asked) -> Any:
         """The value at a site that saw one call. Several calls, sites or tensors are an error that says so."""
-        site = _parse(asked)
+        site = _parse(asked, self._requests.names)
         found = {place: self._of(place, site) for place in self._places(site)}
         fired = {place: rows for place, rows in found.items() if any(row is not None for row in rows)}
         if not fired:
@@ -126,7 +126,7 @@ class Captured:
     def calls(self, asked: Asked) -> list[Any]:
         """The values at a site, one for each call; for gradients None where a call got none, and one for each backward
         where several reached the same call."""
-        site = _parse(asked)
+        site = _parse(asked, self._requests.names)
         rows = [row for place in self._places(site) for row in self._of(place, site)]
         return [None if row is None else row.kept.read(str(site)) for row in rows]
 
@@ -197,7 +197,10 @@ class Captured:
 
     def _unasked(self, site: Site) -> str:
         asked = [str(request) for request in self._requests.asked]
-        near = difflib.get_close_matches(str(site), [*asked, *self.keys()], 3, 0.4)
+        known = (
+            [] if self._requests.names is None else [str(r) for r in self._requests.asked if isinstance(r.where, str)]
+        )
+        near = difflib.get_close_matches(str(site), [*known, *self.keys()], 3, 0.4)
         first = (
             f"{site}: {'no tensor of this name was marked' if self._requests.names is None else 'was not asked for'}"
         )

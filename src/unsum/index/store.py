@@ -21,6 +21,7 @@ FORMAT, VERSION = "unsum index", 1
 PLAN, MANIFEST, CURVATURE = "plan.json", "manifest.json", "curvature.safetensors"
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError)  # what reading a damaged file may raise
+PACKAGES = ("safetensors", "numpy", "pyarrow")  # what an index needs beside torch
 _NUMPY = {
     torch.float16: "<f2", torch.bfloat16: "<u2", torch.float32: "<f4", torch.int32: "<i4", torch.int64: "<i8",
 }  # fmt: skip
@@ -207,10 +208,12 @@ def sweep_shard(folder: Path, number: int) -> None:
     sweep(folder, f".{shard_name(number)}.*.part", f".{texts_name(number)}.*.part")
 
 
-def needed(name: str, extra: str = "index") -> Any:
-    """A package that an index needs."""
+def needed(name: str) -> Any:
+    """A package that an index needs, imported; the error names all of them (the extra `index`)."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         missing = name.partition(".")[0]
-        raise NotInstalled(f"an index needs {missing}, which is not installed: pip install unsum[{extra}]") from error
+        raise NotInstalled(
+            f"an index needs {missing}, which is not installed: pip install {' '.join(PACKAGES)}"
+        ) from error

@@ -148,7 +148,7 @@ class _Run:
             raise OptionError("influence: no parameters are trained (requires_grad=False, or params= chooses none)")
         if covered is not None and list(self._parameters) != covered:
             raise OptionError(
-                f"the curvature covers {len(covered)} parameters of the model, and {len(self._parameters)} are chosen "
+                f"the curvature covers {len(covered)} tensors of parameters, and {len(self._parameters)} are chosen "
                 "here; fit it with the same params=, on the same model"
             )
         if curvature is not None:

@@ -130,7 +130,7 @@ def _ray() -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError as error:
-        raise NotInstalled("unsum.integrations.ray needs ray: pip install unsum[ray]") from error
+        raise NotInstalled("unsum.integrations.ray needs ray: pip install ray") from error
 
 
 # ---- in the workers --------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ class Account:
         if not self.has_noise():
             return math.inf
         if not is_there():
-            raise UnsupportedError("unsum.private: epsilon needs dp-accounting: pip install 'unsum[private]'")
+            raise UnsupportedError("unsum.private: epsilon needs dp-accounting: pip install dp-accounting")
         return _epsilon(tuple((*key, steps) for key, steps in sorted(self._taken.items())), float(delta))
 
     def has_noise(self) -> bool:

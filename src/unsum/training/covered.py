@@ -32,7 +32,7 @@ class Covered:
         if strange:
             shapes = ", ".join(str(tuple(p.shape)) for p in list(strange)[:_SHOWN])
             raise OptionError(
-                f"unsum.private: the optimizer has {len(strange)} parameters that are not the model's, of shape "
+                f"unsum.private: the optimizer has {len(strange)} tensors that are not the model's, of shape "
                 f"{shapes}: they would be trained without clipping and noise.\n  give one module that holds all that "
                 "is trained"
             )
@@ -62,9 +62,7 @@ class Covered:
         first = first_names(names)
         tied = [f"{name} = {first[id(p)]}" for name, p in names.items() if name != first[id(p)] and p.requires_grad]
         frozen = [first[id(p)] for p in dict.fromkeys(names.values()) if not p.requires_grad]
-        lines = [
-            f"  covered: {len(trained)} tensors of parameters ({sum(p.numel() for p in trained.values()):,} numbers)"
-        ]
+        lines = [f"  covered: {sum(p.numel() for p in trained.values()):,} parameters in {len(trained)} tensors"]
         for what, found in (
             ("shared (one gradient, clipped once)", tied), ("frozen (not trained)", frozen),
             ("not in the optimizer (not trained)", self.missing()),

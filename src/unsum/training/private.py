@@ -213,7 +213,7 @@ class Private:
 
     def epsilon(self, delta: float = 1e-5) -> float:
         """ε for which all steps so far are (ε, δ)-differentially private, if one example is added or removed. Takes
-        about a second; needs dp-accounting (`pip install 'unsum[private]'`)."""
+        about a second; needs dp-accounting (`pip install dp-accounting`)."""
         if self._account.undrawn and not self._is_told:
             self._is_told = True
             warnings.warn(
@@ -251,7 +251,7 @@ class Private:
         others = self._account.others(settings)
         lines += [f"  before: {'; '.join(others)}"] if others else []
         if self.steps and self._account.has_noise() and not accountant.is_there():
-            return "\n".join([*lines, "  epsilon: needs dp-accounting (pip install 'unsum[private]')"])
+            return "\n".join([*lines, "  epsilon: needs dp-accounting (pip install dp-accounting)"])
         found = self._account.epsilon(1e-5)
         told = " if all batches came from Poisson sampling" if self._account.undrawn else ""
         return "\n".join([*lines, f"  epsilon {found:.4g} at delta 1e-05{told}"])
