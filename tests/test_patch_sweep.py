@@ -169,7 +169,6 @@ def run(model, **changes):
         ({"positions": 9}, OptionError, "positions=9: there are 5 positions"),
         ({"positions": []}, OptionError, "names none of the 5 positions"),
     ],
-    ids=str,
 )  # fmt: skip
 def test_what_a_sweep_cannot_do_it_says(gpt2, changes, error, said):
     with pytest.raises(error) as told:
