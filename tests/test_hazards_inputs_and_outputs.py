@@ -217,7 +217,7 @@ def test_a_module_that_returns_its_input_and_uses_it_too():
         (lambda t: t.double(), r"float64.*needs .*float32"),
         (lambda t: None, "NoneType"),
         (lambda t: t.to("meta"), r"meta.*needs .*cpu"),
-        (unsum.replace(torch.zeros(2, 4)), r"got \(2, 4\), needs \(3, 4\)"),
+        (unsum.replace(torch.zeros(2, 4)), r"got \(2, 4\), which does not broadcast to \(3, 4\)"),
         (unsum.add(torch.zeros(5)), "size of tensor|got"),
         (unsum.steer(torch.zeros(3)), r"\(3,\), needs \(4,\)"),
     ],
