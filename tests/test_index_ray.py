@@ -63,7 +63,20 @@ def test_ray_is_imported_when_it_is_used() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, env=env)
 
 
-pytest_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+has_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+# Ray ends a process that loses its cluster, so the tests of a cluster have a process of their own.
+OWN = "UNSUM_TESTS_OF_RAY"
+pytest_ray = pytest.mark.skipif(OWN not in os.environ, reason="runs in the process of test_on_a_cluster")
+
+
+@pytest.mark.slow
+@has_ray
+def test_on_a_cluster() -> None:
+    here = Path(__file__).parent
+    env = os.environ | {OWN: "1", "PYTHONPATH": f"{here.parent / 'src'}{os.pathsep}{here}"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-m", "slow", "-k", "not test_on_a_cluster", __file__]
+    done = subprocess.run(command, env=env, cwd=here.parent, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 @pytest.fixture(scope="module")
