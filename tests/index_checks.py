@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,14 @@ def build_or_error(rank: int, *args: Any, **options: Any) -> str | None:
     return None
 
 
+def slowly_read(example: Any) -> str:
+    time.sleep(0.05)
+    return str(example[0].tolist())
+
+
 def build_not_finite(rank: int, kind: str, path: Path, at: int) -> str | None:
-    """One example has a loss that is not finite; the data is otherwise the same."""
+    """One example has a loss that is not finite; the data is otherwise the same. Reading texts takes a while, so that
+    the others are still busy with their batch when one fails."""
 
     def broken(model: nn.Module, batch: Any) -> Tensor:
         tokens = kind.startswith("fsdp2")
@@ -83,7 +90,7 @@ def build_not_finite(rank: int, kind: str, path: Path, at: int) -> str | None:
 
     try:
         data = Examples(IDS) if kind.startswith("fsdp2") else Examples(X, Y)
-        options: Any = {"project": 3, "batch_size": 4, "shard_size": 4, "dtype": "float32"}
+        options: Any = {"project": 3, "batch_size": 4, "shard_size": 4, "dtype": "float32", "text": slowly_read}
         unsum.index.build(net(kind), broken, data, path, **options)
     except Exception as error:
         return f"{type(error).__name__}: {error}"

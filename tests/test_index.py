@@ -317,3 +317,20 @@ def test_the_manifest_is_read_or_refused(tmp_path):
         with pytest.raises(OptionError, match=match):
             unsum.index.open(tmp_path / "i")
     shutil.rmtree(tmp_path / "i")
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_dropout_is_refused_in_train_mode_when_an_index_is_built_or_asked(mode, tmp_path):
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)).to(X.dtype)
+    getattr(model, mode)()
+    if mode == "train":
+        with pytest.raises(OptionError, match=r"draws random numbers(.|\n)*model.eval\(\)"):
+            unsum.index.build(model, classified, DATA, tmp_path / "i")
+        assert not (tmp_path / "i" / "manifest.json").exists()
+        return
+    unsum.index.build(model, classified, DATA, tmp_path / "i")
+    i = unsum.index.open(tmp_path / "i")
+    assert len(i.query(model, classified, (X[:1], Y[:1])).ids[0]) == 10
+    model.train()
+    with pytest.raises(OptionError, match="draws random numbers"):
+        i.query(model, classified, (X[:1], Y[:1]))

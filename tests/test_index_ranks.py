@@ -75,11 +75,11 @@ def test_ranks_without_work_wait_for_nobody(ranks: Groups, tmp_path: Path) -> No
 @pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2, float64"])
 def test_an_error_on_one_rank_ends_all_with_its_message(kind: str, ranks: Groups, tmp_path: Path) -> None:
     told = ranks[3].run(index_checks.build_not_finite, kind, tmp_path / "i", 18, seconds=60)
-    own = [text for text in told if text.startswith("SamplesError: build: example 18")]
+    own = [text for text in told if text.startswith("NotFinite: build: example 18")]
     others = [text for text in told if text.startswith("UnsumError: build: rank ")]
     # A rank that has finished takes a shard over, and may meet the same example before it hears of the failure.
     assert own and len(own) + len(others) == 3, told
-    assert all("of 3 failed: SamplesError: build: example 18" in text for text in others)
+    assert all("of 3 failed: NotFinite: build: example 18" in text for text in others)
     assert ".failed" not in left_over(tmp_path / "i")
 
 

@@ -75,7 +75,12 @@ def test_on_a_cluster() -> None:
     here = Path(__file__).parent
     env = os.environ | {OWN: "1", "PYTHONPATH": f"{here.parent / 'src'}{os.pathsep}{here}"}
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-m", "slow", "-k", "not test_on_a_cluster", __file__]
-    done = subprocess.run(command, env=env, cwd=here.parent, capture_output=True, text=True, timeout=300)
+    for _ in range(3):
+        done = subprocess.run(command, env=env, cwd=here.parent, capture_output=True, text=True, timeout=300)
+        # Ray 2 may end the whole process by a check of its own ("Tried to complete task that was not pending"), before
+        # pytest has said anything. What pytest tells of is not tried again.
+        if done.returncode == 0 or "FAILED" in done.stdout or "ERROR" in done.stdout:
+            break
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 
 

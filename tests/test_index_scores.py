@@ -33,6 +33,35 @@ def test_gradients_of_any_size_have_scores(size, dtype, tmp_path):
     assert off.abs().max() < loose
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("score", ["dot", "cosine", "influence"])
+def test_scores_are_the_same_whatever_torchs_default_dtype_is(score, dtype, tmp_path):
+    model = mlp()
+    i = built(tmp_path / "i", model, DATA, dtype=dtype)
+    usual = i.query(model, classified, (X[:5], Y[:5]), k=7, score=score)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        other = i.query(model, classified, (X[:5], Y[:5]), k=7, score=score)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(usual.ids, other.ids) and torch.equal(usual.scores, other.scores)
+
+
+def test_an_index_has_the_same_bytes_whatever_torchs_default_dtype_is(tmp_path):
+    model, before = mlp(), torch.get_default_dtype()
+    built(tmp_path / "usual", model, DATA)
+    torch.set_default_dtype(torch.float64)
+    try:
+        built(tmp_path / "other", model, DATA)
+    finally:
+        torch.set_default_dtype(before)
+    shards = sorted(path.name for path in (tmp_path / "usual").glob("*.safetensors"))
+    assert shards
+    for name in shards:
+        assert (tmp_path / "usual" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
+
+
 def test_of_equal_scores_the_first_ones_are_given(tmp_path):
     model = mlp()
     x, y = numbers(0, 200, 4), ids(1, 200, high=3)

@@ -52,7 +52,14 @@ class Pairs:
 
 def norms(shards: Sequence[Shard]) -> Tensor:
     """(rows,): the norm of each row."""
-    found = [stored.float().norm(dim=1).double() * scales for _, stored, scales in blocks(shards)]
+    found = []
+    for shard in shards:
+        _, scales = shard.stored()
+        if shard.has_norms:
+            kept = shard.norms()
+        else:
+            kept = torch.cat([stored.float().norm(dim=1) for _, stored, _ in blocks([shard])])
+        found.append(kept.double() * scales)
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
 
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from unsum.errors import OptionError
+from unsum.index.best import Best, best_rows
 from unsum.index.data import Collate, looked_at
 from unsum.index.hits import Hits
 from unsum.index.query import Asker
-from unsum.index.scan import Best, scan
+from unsum.index.scan import scan
 from unsum.index.stored import Stored
 from unsum.influence import Influence
 
@@ -41,13 +42,12 @@ class Answers:
 
     def _best(self, asked: Tensor, k: int, *, by_example: bool) -> Best:
         """The highest scores, in one pass over the rows."""
-        summed, stored = by_example and self.stored.info["tokens"], self.stored
-        best = Best(len(asked), k)
-        for found in scan(stored.shards, asked, cosine=self.score == "cosine", whole=summed):
-            if summed:
-                best.add(stored.first_examples[found.shard], stored.summed(found.shard, found.scores))
-            else:
-                best.add(stored.starts[found.shard] + found.first, found.scores)
+        stored, cosine = self.stored, self.score == "cosine"
+        if not by_example or not stored.info["tokens"]:
+            return best_rows(stored.shards, stored.starts, asked, k, cosine=cosine)
+        best = Best(len(asked), k)  # an example's score is the sum of its tokens' scores
+        for found in scan(stored.shards, asked, cosine=cosine, whole=True):
+            best.add(stored.first_examples[found.shard], stored.summed(found.shard, found.scores))
         return best
 
     def _errors(self, asked: Tensor, numbers: Tensor) -> Tensor | None:

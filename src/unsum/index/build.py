@@ -204,12 +204,11 @@ def _work(builder: Builder, own: Sequence[int] | None, ranks: Ranks) -> None:
         if ranks.count > 1:
             for number in range(builder.cut.shards() or 0):
                 if builder.missing([number]):
-                    builder.make(number, lambda *_: ranks.listen(builder.folder), others=True)
+                    builder.make(number, lambda *_: builder.listen(), others=True)
         builder.come_along()
     except OtherRankFailed:
         raise
     except Exception as error:
-        ranks.tell(builder.folder)
         builder.tell_failed(error)
         raise
 
@@ -225,7 +224,7 @@ def _fill(builder: Builder, own: Sequence[int] | None, ranks: Ranks) -> None:
     line: progress[Any] = progress(iter(()) if work is None else work, label, shown=shown)
 
     def advance(examples: int, size: int) -> None:
-        ranks.listen(builder.folder)
+        builder.listen()
         rate.add(examples, size)
         line.step(by=examples)
         line.show(str(rate))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unsum.curvature import Curvature
-from unsum.errors import OptionError, SamplesError, UnsumError, UnsupportedError
+from unsum.errors import EmptyData, OptionError, UnsumError, UnsupportedError
 from unsum.examples import First
 from unsum.fingerprint import content
 from unsum.index import locks, plan, store, texts
@@ -164,9 +164,18 @@ class Builder:
             self._stepped(first, 0)
 
     def tell_failed(self, error: Exception) -> None:
-        """Where parameters are spread over processes: the others are told that this one takes no more part."""
-        if not self.is_out_of_reach(error):
+        """The other processes are told that this one takes no more part: where parameters are spread over processes,
+        in the collective call that begins every batch, and only there, since who heard of it elsewhere would leave
+        this process alone in that call; otherwise by a file, for which each looks after every batch."""
+        if not is_sharded(self._maker.model):
+            self._ranks.tell(self.folder)
+        elif not self.is_out_of_reach(error):
             tell_failed(self._maker.model)
+
+    def listen(self) -> None:
+        """Raise if another process has left word that it failed."""
+        if not is_sharded(self._maker.model):
+            self._ranks.listen(self.folder)
 
     def is_out_of_reach(self, error: Exception) -> bool:
         """Whether the others wait, by now, for a part of the model that this process will not send: a forward or a
@@ -304,7 +313,9 @@ class Builder:
                 })  # fmt: skip
             rows = sum(shard["rows"] for shard in shards)
             if not rows:
-                raise SamplesError("build: the data is empty")
+                raise EmptyData(
+                    "build: the data is empty.", write="unsum.index.build(model, loss_fn, TensorDataset(x, y), path)"
+                )
             examples = sum(shard["examples"] for shard in shards)
             manifest = {**self.plan, "shards": shards, "rows": rows, "examples": examples}
             if self._manifest() != manifest:

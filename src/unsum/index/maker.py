@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unsum.chance import Chance
 from unsum.check import LossFunction
 from unsum.choice import exactly
 from unsum.curvature import Curvature, load
-from unsum.errors import OptionError, SamplesError, UnsumError, UnsupportedError
+from unsum.errors import NotAvailable, OptionError, UnsumError, UnsupportedError
 from unsum.examples import First, SamplesOfBatch, alone, losses_of, refuse_not_finite, refuse_other_number, samples_of
 from unsum.fingerprint import content, fingerprint, of_others
 from unsum.gradients import gradients
@@ -48,15 +49,30 @@ class Maker:
         with alone(what), _unsynchronised(self.model), gradients(
             self.model, reducer, samples=samples, params=self._params, grad=False
         ):  # fmt: skip
-            losses = losses_of(self._loss_fn, self.model, batch, first, what, are_samples=samples is None)
+            losses = losses_of(
+                self._loss_fn, self.model, batch, first, what, are_samples=samples is None, are_checked=False
+            )
             if not len(losses):
                 return torch.zeros(0, self.sketch.width)
             losses.sum().backward()
         if isinstance(reducer, TokenRows):
             reducer.refuse_left_out()
         found = reducer.matrix()
+        refuse_not_finite(losses.detach(), first, what, "loss")
         refuse_other_number(len(losses), len(found), what)
         refuse_not_finite(found.flatten(1).sum(1), first, what, "gradient")
+        return found
+
+    def first_rows(self, batch: Any, what: str, first: First = 0) -> Tensor:
+        """The same, of a batch that stands for all: raises if the model draws random numbers, as dropout does."""
+        chance = Chance()
+        found = self.rows(batch, what, first)
+        if chance.was_drawn():
+            raise OptionError(
+                f"{what}: the model or its loss draws random numbers (dropout in train mode?): the same example "
+                "has another gradient each time.",
+                write="model.eval()",
+            )
         return found
 
     def leave_out(self, batch: Any, first: First = 0) -> None:
@@ -76,7 +92,10 @@ class Maker:
         if isinstance(self.sketch, Projected):
             self.sketch = self.sketch.of(names)
         if not self.sketch.columns:
-            raise SamplesError("tokens=True: no parameter has a gradient for each position of the input")
+            raise NotAvailable(
+                "tokens=True: no parameter has a gradient for each position of the input.",
+                write="unsum.index.build(model, loss_fn, data, path)  # without tokens=True",
+            )
 
     def audit(self, batch: Any) -> float:
         """How far the sum of the samples' gradients is from plain autograd's, on one batch, relative to it. Where

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from unsum.destination import writable
 from unsum.heatmap import Token, largest, legend, signed, span, style
 from unsum.index.words import Hit, Words, headings, with_tokens
+from unsum.notebook import element
 from unsum.report.charts import brief
 from unsum.report.frame import document, inlined, section, version
 
@@ -24,7 +25,7 @@ Asked = list[tuple[str, list[Hit]]]
 
 _TOKENS, _LETTERS = 80, 480  # of a text that is not folded
 _WINDOW, _OPENING = 40, 240  # tokens and letters that are seen of one that is
-_TITLE = 110  # letters of a query that are its heading
+_TITLE, _NAME = 110, 24  # letters of a query that are its heading, and that the contents bar has
 _OPEN = 20  # queries whose sections are open
 _CLASS = "unsum-hits unsum-tokens"  # of what the rules of both style sheets reach
 _COMPACT = 3, 10  # queries, and hits of each, that `Hits` shows of itself in a notebook
@@ -82,13 +83,13 @@ def _first(hits: Hits, queries: int, k: int) -> Hits:
 def _page(hits: Hits, asked: Asked) -> str:
     title = _title(hits)
     header = f'<header class="{_CLASS}"><h1>{title}</h1>{_caption(hits)}<p class="small">unsum {version()}</p></header>'
-    sections = "".join(
+    sections = [
         section(
             f"query-{number}", _cut(name, _TITLE), f'<div class="{_CLASS}">{_whole(name)}{_list(found)}</div>',
-            is_open=number < _OPEN,
+            name=_cut(name, _NAME), is_open=number < _OPEN,
         )
         for number, (name, found) in enumerate(asked)
-    )  # fmt: skip
+    ]  # fmt: skip
     return document(title, header, sections, style=_style())
 
 
@@ -111,27 +112,35 @@ def _fragment(hits: Hits, asked: Asked, note: str = "") -> str:
         for name, found in asked
     )
     kind, note = (" compact", f'<div class="note">{escape(note)}</div>') if note else ("", "")
-    return f'<div class="{_CLASS} notebook{kind}"><style>{_style()}</style>{_caption(hits)}{parts}{note}</div>'
+    return element(f"{_caption(hits)}{parts}{note}", style=_style(), kind=f"{_CLASS} notebook{kind}")
 
 
 def _caption(hits: Hits) -> str:
     """How to read it, in plain words."""
     what = "example" if hits.positions is None else "token"
     if hits.are_norms:
-        said = [f"<b>Score</b>: the norm of the {what}'s gradient, as the index has it; far above that of most."]
+        said = [
+            f"<b>Score</b>: the norm of the {what}'s gradient, as the index has it. Listed are {what}s whose norm is "
+            "far above that of most: they are often mislabelled, damaged or rare."
+        ]
     else:
         said = [
-            "<b>Queries</b> are the headings; below each is what scores highest for it, best first.",
-            f"<b>Score</b>, positive: training on the {what} lowers the query's loss; negative: it raises it.",
+            f"<b>Each heading</b> is a query. Below it are the training {what}s with the highest scores, best first.",
+            f"<b>Score</b>, positive: training on the {what} lowers the query's loss, to first order; negative: it "
+            "raises the loss.",
             '<b>Bars</b> begin at 0: <span class="key p">positive</span> to the right, '
             '<span class="key n">negative, striped,</span> to the left. Each query has its own scale.',
         ]
     if hits.errors is not None:
-        said.append("<b>±</b>: one standard error of the score, from the index's independent sketches.")
+        said.append(
+            "<b>±</b>: one standard error of the score, which the index estimates: it stores random projections of "
+            "gradients. Two scores that differ by less than that are as good as equal."
+        )
     if hits.tokens is not None:
         said.append(
-            '<b>Tokens</b>: each one\'s part in the score; <span class="t p" style="--s:.7">adds to it</span>, '
-            '<span class="t n" style="--s:.7">takes from it</span> (dotted line). The number shows under the pointer.'
+            '<b>Tokens</b> are coloured by their part in the score: one that <span class="t p" style="--s:.7">adds to '
+            'it</span>, one that <span class="t n" style="--s:.7">takes from it</span> (dotted line). The number shows '
+            "under the pointer."
         )
     return f'<div class="caption">{"".join(f"<div>{line}</div>" for line in said)}</div>'
 
@@ -143,7 +152,7 @@ def _list(found: list[Hit]) -> str:
     low, high = min([0.0, *ends]), max([0.0, *ends])
     most = largest(token for hit in found for token in hit.tokens)
     items = "".join(_item(hit, low, high, most) for hit in found)
-    scale = legend("a token's part", most)
+    scale = legend("a token's part in the score", most)
     return f'{scale}<div class="list" role="list">{items}</div>'
 
 

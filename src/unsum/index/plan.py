@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from unsum.curvature import Curvature
-from unsum.errors import OptionError, SamplesError, UnsupportedError
+from unsum.errors import EmptyData, OptionError, UnsupportedError
 from unsum.fingerprint import content
 from unsum.index import store
 from unsum.index.data import SHARDS, Cut
@@ -36,10 +36,12 @@ def make(asked: dict[str, Any], maker: Maker, cut: Cut, shard_size: int | None, 
     """A plan, from a first look at the data: how large a row is, and whether the gradients add up."""
     first = cut.first()
     if first is None:
-        raise SamplesError("build: the data is empty")
+        raise EmptyData(
+            "build: the data is empty.", write="unsum.index.build(model, loss_fn, TensorDataset(x, y), path)"
+        )
     numbered = (lambda k: k) if maker.has_documents else first.number
     maker.leave_out(first.batch, numbered)
-    rows = maker.rows(first.batch, "build", numbered)
+    rows = maker.first_rows(first.batch, "build", numbered)
     examples = len(first.examples) if first.examples is not None else 1
     many = rows.shape[:-1].numel() / max(examples if cut.unit == "examples" else 1, 1)  # rows of an example, or batch
     by_bytes = max(1, int(_BYTES // max(many * maker.sketch.width * _bytes(asked["dtype"]), 1)))

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from unsum.check import LossFunction
 from unsum.choice import exactly
 from unsum.curvature.vectors import is_number
-from unsum.errors import OptionError, SamplesError, UnsupportedError
+from unsum.errors import EmptyData, OptionError, UnsupportedError
 from unsum.examples import SamplesOfBatch, collated
 from unsum.index.alike import blocks
 from unsum.index.data import Collate
@@ -50,9 +50,9 @@ class Asker:
                 f"the parameters changed since the index was built ({off[0]}{', ...' if len(off) > 1 else ''}): it is "
                 "that of another model.\n  build another one, or load the weights that it was built with"
             )
-        rows = maker.rows(batch, "query")
+        rows = maker.first_rows(batch, "query")
         if not len(rows):
-            raise SamplesError("query: the batch is empty")
+            raise EmptyData("query: the batch is empty.", write="i.query(model, loss_fn, next(iter(loader)))")
         return rows.double()
 
     def turned(self, asked: Tensor, damping: float | None) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from unsum.errors import SamplesError
+from unsum.errors import NotAvailable
 from unsum.factors.factors import Factors
 from unsum.index.coordinates import Coordinates
 
@@ -41,7 +41,7 @@ class Rows(ABC):
 
     def matrix(self) -> Tensor:
         """(n, K), on the processor, in float32."""
-        return torch.cat([self._parts[name].float().cpu() for name in self._columns], 1)
+        return torch.cat([self._parts[name].float() for name in self._columns], 1).cpu()  # brought there at once
 
 
 class ParameterRows(Rows):
@@ -104,7 +104,7 @@ class TokenRows(Rows):
             return
         try:
             self._parts[name] = self._read(name, factors)
-        except SamplesError:
+        except NotAvailable:
             self.left_out.add(name)
 
     def end(self, left: Sequence[str]) -> None:
@@ -119,9 +119,12 @@ class TokenRows(Rows):
     def refuse_left_out(self) -> None:
         """Raise if a parameter that has columns has no gradient for each position."""
         if self.left_out:
-            raise SamplesError(
-                f"tokens=True: {sorted(self.left_out)[0]} has no gradient for each position of the input in this "
-                "batch, and had one in the first; leave it out by params="
+            name = sorted(self.left_out)[0]
+            raise NotAvailable(
+                f"tokens=True: {name} has no gradient for each position of the input in this batch, and had one in the "
+                "first.",
+                write="unsum.index.build(..., tokens=True, "
+                f"params=[p for p, _ in model.named_parameters() if p != {name!r}])",
             )
 
     def matrix(self) -> Tensor:

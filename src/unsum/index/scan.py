@@ -42,46 +42,22 @@ def scan(shards: Sequence[Shard], asked: Tensor, *, cosine: bool = False, whole:
 
 
 def _scores(stored: Tensor, query: Tensor, *, cosine: bool) -> Tensor:
-    """(queries, rows), in parts that are widened into one buffer."""
-    width, is_near = stored.shape[1], query.device.type == "cpu"
-    some = max(1, (_NEAR if is_near else _FAR) // max(width, 1))
-    found = torch.empty(len(query), len(stored), device=query.device)
-    is_ready = is_near and stored.dtype == query.dtype
-    buffer = torch.empty(0 if is_ready else min(some, len(stored)), width, device=query.device)
-    for at in range(0, len(stored), some):
-        part = stored[at : at + some]
-        rows = part if is_ready else buffer[: len(part)].copy_(part, non_blocking=True)
-        torch.mm(query, rows.T, out=found[:, at : at + len(part)])
+    """(queries, rows): products in float32, or cosines."""
+    found = query.new_empty(len(query), len(stored))
+    for part, rows in widened(stored, query):
+        torch.mm(query, rows.T, out=found[:, part])
         if cosine:
-            found[:, at : at + len(part)] /= rows.norm(dim=1).clamp_min(1e-30)
+            found[:, part] /= rows.norm(dim=1).clamp_min(1e-30)
     return found
 
 
-class Best:
-    """The k highest scores of each query so far, and the numbers that they belong to; of equal ones the first."""
-
-    def __init__(self, queries: int, k: int) -> None:
-        self._k = k
-        self.scores = torch.zeros(queries, 0, dtype=torch.float64)
-        self.numbers = torch.zeros(queries, 0, dtype=torch.long)
-
-    def add(self, first: int, scores: Tensor) -> None:
-        """Scores (rows, queries) of rows from this number on."""
-        if not len(scores):
-            return
-        many = min(self._k, len(scores))
-        found, place = scores.T.topk(many, dim=1)
-        if bool(((scores >= found[:, -1]).sum(0) > many).any()):  # topk takes any of those that are equal
-            ordered = scores.T.sort(dim=1, descending=True, stable=True)
-            found, place = ordered.values[:, :many], ordered.indices[:, :many]
-        every = torch.cat([self.scores, found.cpu()], 1)
-        numbers = torch.cat([self.numbers, place.cpu() + first], 1)
-        order = _descending(every, numbers)[:, : self._k]
-        self.scores, self.numbers = every.gather(1, order), numbers.gather(1, order)
-
-
-def _descending(scores: Tensor, numbers: Tensor) -> Tensor:
-    """The order by score, and by number where scores are equal."""
-    by_number = numbers.argsort(dim=1)
-    by_score = scores.gather(1, by_number).argsort(dim=1, descending=True, stable=True)
-    return by_number.gather(1, by_score)
+def widened(stored: Tensor, query: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Rows in the dtype and on the device of `query`, in parts that share one buffer: use a part before the next."""
+    width, is_near = stored.shape[1], query.device.type == "cpu"
+    some = max(1, (_NEAR if is_near else _FAR) // max(width, 1))
+    is_ready = is_near and stored.dtype == query.dtype
+    buffer = query.new_empty(0 if is_ready else min(some, len(stored)), width)
+    for at in range(0, len(stored), some):
+        part = stored[at : at + some]
+        rows = part if is_ready else buffer[: len(part)].copy_(part, non_blocking=True)
+        yield slice(at, at + len(part)), rows

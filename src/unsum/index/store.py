@@ -22,6 +22,7 @@ PLAN, MANIFEST, CURVATURE = "plan.json", "manifest.json", "curvature.safetensors
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError)  # what reading a damaged file may raise
 PACKAGES = ("safetensors", "numpy", "pyarrow")  # what an index needs beside torch
+_BLOCK = 1 << 20  # numbers whose squares are added at a time
 _NUMPY = {
     torch.float16: "<f2", torch.bfloat16: "<u2", torch.float32: "<f4", torch.int32: "<i4", torch.int64: "<i8",
 }  # fmt: skip
@@ -78,11 +79,22 @@ def scaled(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def write_shard(folder: Path, number: int, tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:
-    """`rows` (n, K) with their `scales`; with rows for tokens, `examples` and `positions` as well."""
+    """`rows` (n, K) with their `scales`; with rows for tokens, `examples` and `positions` as well. Adds `norms`."""
     whole = {name: value.contiguous() for name, value in tensors.items()}
+    whole["norms"] = _norms(whole["rows"])
     told = {**told, "crc": _crc(told, checksum(whole))}
     data = needed("safetensors.torch").save(whole, metadata={"unsum": json.dumps(told, sort_keys=True)})
     put(folder, shard_name(number), data)
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """(n,): the norm of each row as it is stored. By NumPy, whose sums do not depend on the number of threads."""
+    numpy, found = needed("numpy"), torch.zeros(len(rows), dtype=torch.float32)
+    some = max(1, _BLOCK // max(rows.shape[1], 1))
+    for at in range(0, len(rows), some):
+        squares = numpy.square(rows[at : at + some].double().numpy()).sum(1)
+        found[at : at + some] = torch.from_numpy(numpy.sqrt(squares)).float()
+    return found
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> int:
@@ -105,12 +117,24 @@ class Shard:
         self._places = header
         self.rows, self.width = header["rows"]["shape"]
         self._held: tuple[Tensor, Tensor] | None = None
+        self._held_norms: Tensor | None = None
 
     def stored(self) -> tuple[Tensor, Tensor]:
         """(rows, K) in the index's dtype, and (rows,) what each is multiplied by."""
         if self._held is None:
             self._held = self._mapped("rows", DTYPES[self.told["dtype"]]), self._mapped("scales", torch.float32)
         return self._held
+
+    @property
+    def has_norms(self) -> bool:
+        """False in an index that was built before norms were kept."""
+        return "norms" in self._places
+
+    def norms(self) -> Tensor:
+        """(rows,): the norms of rows as they are stored."""
+        if self._held_norms is None:
+            self._held_norms = self._mapped("norms", torch.float32)
+        return self._held_norms
 
     def tokens(self) -> tuple[Tensor, Tensor]:
         """(rows,) and (rows,): which example of the shard a row belongs to, and at which position."""
@@ -128,6 +152,8 @@ class Shard:
     def is_whole(self) -> bool:
         """Whether every byte is what was written."""
         tensors = dict(zip(("rows", "scales"), self.stored(), strict=True))
+        if self.has_norms:
+            tensors["norms"] = self.norms()
         if "positions" in self._places:
             tensors |= zip(("examples", "positions"), self.tokens(), strict=True)
         return (

@@ -43,7 +43,8 @@ class Watch(TrainerCallback):
     def __init__(self, **options: Any) -> None:
         if options.get("ids") is not None or options.get("text") is not None:
             raise OptionError(
-                "Watch: a callback does not see the Trainer's batches: ids= and text= are for other loops"
+                "Watch: a callback does not see the Trainer's batches: ids= and text= are for other loops. The page "
+                "on watching shows a collator that notes which examples are in a batch"
             )
         self._updates = bool(options.pop("optimizer", False))
         self._options = options
