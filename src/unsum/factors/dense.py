@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -65,9 +66,14 @@ class Dense:
         """Every gradient multiplied by the same number."""
         return Dense(self.values * factor)
 
-    def plus(self, other: Dense) -> Dense:
-        """The sum with another one."""
-        return Dense(self.values + other.values)
+    @property
+    def joint(self) -> tuple[Any, ...]:
+        """What others must have in common with it to be joined."""
+        return self.shape, self.n
+
+    def plus(self, *others: Dense) -> Dense:
+        """The sum with others."""
+        return Dense(sum((other.values for other in others), self.values))
 
     def dot(self, other: Dense) -> Tensor:
         """(n, m)."""

@@ -11,10 +11,18 @@ from math import prod
 import torch
 from torch import Tensor
 
-from unsum.errors import OptionError, SamplesError
+from unsum.errors import OptionError
 from unsum.factors import total
 from unsum.factors.dense import Dense
 from unsum.factors.outer import Outer
+from unsum.factors.refusals import (
+    no_outer_products,
+    no_positions,
+    not_over,
+    other_parameter,
+    other_shape,
+    other_weights,
+)
 from unsum.factors.routed import Routed
 from unsum.factors.total import Term
 from unsum.factors.windows import Windows
@@ -90,7 +98,7 @@ class Factors:
     def __repr__(self) -> str:
         kinds = {type(kind).__name__.lower() for share in self._shares for kind in share.kinds}
         how = f", kept as: {', '.join(sorted(kinds))}" if kinds else ", all zero: nothing reached it"
-        return f"gradients of {self.name} {self.shape} by sample: {self.n} samples{how}"
+        return f"per-sample gradients of {self.name} {self.shape}: {self.n} samples{how}"
 
     def per_sample(self) -> Tensor:
         """(n, *shape): one gradient for each sample."""
@@ -100,7 +108,7 @@ class Factors:
     def shared(self) -> Tensor:
         """What belongs to no sample (a penalty on the weights): zeros, most often."""
         if not self._is_over:
-            raise SamplesError(f"{self.name}: what belongs to nobody is known when the backward is over (keep=True)")
+            raise not_over(self.name)
         return self._zeros(*self.shape) if self._shared is None else self._shared
 
     def sum(self) -> Tensor:
@@ -113,7 +121,7 @@ class Factors:
         if not isinstance(w, Tensor):
             raise OptionError(f"weighted_sum takes a tensor of shape ({self.n},), got {type(w).__name__}")
         if tuple(w.shape) != (self.n,):
-            raise SamplesError(f"got {tuple(w.shape)} weights for {self.n} samples")
+            raise other_weights(self.name, w, self.n)
         parts, first = [], 0
         for share in self._shares:
             own = w[first : first + share.n].to(self.device, self.dtype)
@@ -169,7 +177,7 @@ class Factors:
         if not isinstance(other, Factors):
             raise OptionError(f"dot takes the factors of another capture or a tensor, got {type(other).__name__}")
         if other.shape != self.shape:
-            raise SamplesError(f"{self.name} has shape {self.shape}, {other.name} has {other.shape}")
+            raise other_parameter(self.name, self.shape, other.name, other.shape)
         rows = []
         for mine in self._shares:
             row = [
@@ -185,7 +193,7 @@ class Factors:
         if tuple(other.shape) == self.shape:
             return self._dot_tensor(other[None])[:, 0]
         if tuple(other.shape[1:]) != self.shape or other.dim() != len(self.shape) + 1:
-            raise SamplesError(f"{self.name} has shape {self.shape}; got {tuple(other.shape)}, not (m, *shape)")
+            raise other_shape(self.name, self.shape, tuple(other.shape))
         other = other.detach().to(self.device, self.dtype)
         parts = [
             s.times(total.dot_dense(s.kinds, other)) if s.kinds else self._zeros(s.n, len(other)) for s in self._shares
@@ -197,6 +205,10 @@ class Factors:
         other = other.detach().to(self.device, self.dtype)
         parts = [share.times(self._known(total.token_dots(kind, other))) for share, kind in self._alone()]
         return _joined(_padded(parts))
+
+    def kinds(self) -> list[Term]:
+        """What the gradients are sums of, as it came."""
+        return [kind for share in self._shares for kind in share.kinds]
 
     def terms(self) -> list[tuple[GroupFactors, list[Term]]]:
         """What the gradients are sums of, for each group of samples; those of one kind as one, with more positions."""
@@ -241,7 +253,7 @@ class Factors:
         for share in self._shares:
             each = [self._known(total.token_projected(kind, matrices)) for kind in share.kinds]
             if len({part.shape[1] for part in each}) != 1:
-                raise SamplesError(f"{self.name} has no one row of positions")
+                raise no_positions(self.name, "met data at places with different numbers of positions")
             found.append(share.times(sum(each[1:], each[0])).to(self.dtype))
         return _joined(_padded(found))
 
@@ -277,7 +289,7 @@ class Factors:
 
     def _known(self, positions: Tensor | None) -> Tensor:
         if positions is None:
-            raise SamplesError(f"{self.name} has no positions: its gradients were formed as a whole")
+            raise no_positions(self.name, "has gradients that were formed as a whole, without positions")
         return positions
 
     def _alone(self) -> list[tuple[GroupFactors, Term]]:
@@ -286,9 +298,7 @@ class Factors:
         for share in self._shares:
             kinds = share.kinds
             if len(kinds) != 1:
-                raise SamplesError(
-                    f"{self.name} met data {len(kinds)} times in one backward: it has no one row of positions"
-                )
+                raise no_positions(self.name, f"met data {len(kinds)} times in one backward")
             found.append((share, kinds[0]))
         return found
 
@@ -298,7 +308,7 @@ class Factors:
         for share, kind in self._alone():
             outer = kind.outer() if isinstance(kind, Windows | Routed) else kind
             if not isinstance(outer, Outer):
-                raise SamplesError(f"{self.name}: its gradients are no outer products ({type(kind).__name__.lower()})")
+                raise no_outer_products(self.name, type(kind).__name__.lower())
             found.append((share, outer))
         return found
 

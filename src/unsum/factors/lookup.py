@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,10 +105,15 @@ class Lookup:
         """Every gradient multiplied by the same number."""
         return replace(self, delta=self.delta * factor)
 
-    def plus(self, other: Lookup) -> Lookup:
-        """The sum with another one: more positions."""
-        ids, delta = torch.cat([self.ids, other.ids], 1), torch.cat([self.delta, other.delta], 1)
-        return replace(self, ids=ids, delta=delta, lengths=None)
+    @property
+    def joint(self) -> tuple[Any, ...]:
+        """What others must have in common with it to be joined."""
+        return self.shape, self.n
+
+    def plus(self, *others: Lookup) -> Lookup:
+        """The sum with others: more positions."""
+        join = lambda name: torch.cat([getattr(part, name) for part in (self, *others)], 1)
+        return replace(self, ids=join("ids"), delta=join("delta"), lengths=None)
 
     def project(self, left: Tensor, right: Tensor) -> Tensor:
         """(n, k, k): L G R, from the columns of L at the rows that were looked up."""

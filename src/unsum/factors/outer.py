@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -156,17 +157,15 @@ class Outer:
         """Every gradient multiplied by the same number."""
         return replace(self, delta=self.delta * factor, token_squares=None)
 
-    def plus(self, other: Outer) -> Outer | None:
-        """The sum with another one of the same matrix: more positions; None if it cannot be."""
-        same = ("turned", "shape", "groups")
-        if any(getattr(self, name) != getattr(other, name) for name in same) or self.n != other.n:
-            return None
-        if self.a.shape[-1] != other.a.shape[-1] or self.delta.shape[-1] != other.delta.shape[-1]:
-            return None
-        if (self.a.dtype, self.delta.dtype) != (other.a.dtype, other.delta.dtype):
-            return None
-        a, delta = torch.cat([self.a, other.a], 1), torch.cat([self.delta, other.delta], 1)
-        return replace(self, a=a, delta=delta, lengths=None, token_squares=None)
+    @property
+    def joint(self) -> tuple[Any, ...]:
+        """What others must have in common with it to be joined."""
+        return self.turned, self.shape, self.groups, self.n, self.a.shape[-1], self.a.dtype, self.delta.dtype
+
+    def plus(self, *others: Outer) -> Outer:
+        """The sum with others of the same matrix: more positions."""
+        join = lambda name: torch.cat([getattr(part, name) for part in (self, *others)], 1)
+        return replace(self, a=join("a"), delta=join("delta"), lengths=None, token_squares=None)
 
     def project(self, left: Tensor, right: Tensor) -> Tensor:
         """(n, k, k): L G R for a parameter seen as a matrix (rows, rest); no gradient is formed."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,18 +24,27 @@ class Routed:
     delta: Tensor  # (rows, o)
     sample: Tensor  # (rows,): -1 for nobody's
     matrix: Tensor  # (rows,): `matrices` for those that met none
-    index: Tensor  # (n, t): the rows of each sample, then -1
+    n: int
     matrices: int
     shape: tuple[int, ...]  # of the parameter
     turned: bool = False  # its matrices are (i, o) rather than (o, i)
     ends: Tensor | None = None  # (matrices,): where each one's rows end, if they are in order and all somebody's
-    is_full: bool = False  # whether `index` has no -1
-    lengths: Tensor | None = None  # how many positions each sample has, if not all the same
+    held: Tensor | None = None  # (n, t): the rows of each sample, where all are known to have as many
     dtype: torch.dtype | None = None  # of the parameter
 
+    @cached_property
+    def index(self) -> Tensor:
+        """(n, t): the rows of each sample, then -1. Waits for the device, unless all have as many."""
+        return segments.padded(*self._by_sample) if self.held is None else self.held
+
     @property
-    def n(self) -> int:
-        return self.index.shape[0]
+    def lengths(self) -> Tensor | None:
+        """How many positions each sample has; None if all are known to have as many."""
+        return self._by_sample[1].diff() if self.held is None else None
+
+    @cached_property
+    def _by_sample(self) -> tuple[Tensor, Tensor]:
+        return segments.sort(self.sample, self.n)
 
     def numel(self) -> int:
         """How many numbers are held for one sample."""
@@ -65,13 +76,14 @@ class Routed:
         )
 
     def _take(self, rows: Tensor) -> Tensor:
-        return segments.taken(rows, self.index, is_full=self.is_full)
+        return segments.taken(rows, self.index, is_full=self.held is not None)
 
     @cached_property
     def _met(self) -> Tensor:
         """(n, t): the matrix that each position met, -1 for none."""
         matrix = self.matrix.masked_fill(self.matrix >= self.matrices, -1)
-        return self._take(matrix) if self.is_full else self._take(matrix).masked_fill_(self.index < 0, -1)
+        found = self._take(matrix)
+        return found if self.held is not None else found.masked_fill_(self.index < 0, -1)
 
     def per_sample(self) -> Tensor:
         """(n, *shape): 2·rows·o·i operations."""
@@ -105,7 +117,7 @@ class Routed:
 
     def sq_norms(self) -> Tensor:
         """(n,): by the cheapest way for the shape, without waiting for a device if it can be."""
-        device, t, i, o = self.a.device.type, self.index.shape[1], self.a.shape[1], self.delta.shape[1]
+        device, t, i, o = self.a.device.type, len(self.a) // max(self.n, 1), self.a.shape[1], self.delta.shape[1]
         way = costs.cheaper(t, i, o, device, want_sum=False, matrices=self.matrices)
         has_kernel = device == "cpu" or segments.has_kernel(self.delta, self.a)
         return self.sq_norms_by("padded" if way == "product" and not has_kernel else way)
@@ -139,22 +151,23 @@ class Routed:
         """Every gradient multiplied by the same number."""
         return replace(self, delta=self.delta * factor)
 
-    def plus(self, other: Routed) -> Routed | None:
-        """The sum with another one of the same matrices: more rows; None if it cannot be."""
-        same = ("turned", "shape", "matrices", "n")
-        if any(getattr(self, name) != getattr(other, name) for name in same):
-            return None
-        if any(
-            (mine.shape[1], mine.dtype) != (theirs.shape[1], theirs.dtype)
-            for mine, theirs in ((self.a, other.a), (self.delta, other.delta))
-        ):
-            return None
-        join = lambda name: torch.cat([getattr(self, name), getattr(other, name)])
-        theirs = torch.where(other.index < 0, -1, other.index + len(self.a))
+    @property
+    def joint(self) -> tuple[Any, ...]:
+        """What others must have in common with it to be joined."""
+        widths = (self.a.shape[1], self.delta.shape[1], self.a.dtype, self.delta.dtype)
+        return self.turned, self.shape, self.matrices, self.n, widths
+
+    def plus(self, *others: Routed) -> Routed:
+        """The sum with others of the same matrices: more rows."""
+        parts = (self, *others)
+        join = lambda name: torch.cat([getattr(part, name) for part in parts])
+        held = None
+        if all(part.held is not None for part in parts):
+            before = itertools.accumulate((len(part.a) for part in parts), initial=0)
+            held = torch.cat([part.index + first for part, first in zip(parts, before, strict=False)], 1)
         return replace(
-            self, a=join("a"), delta=join("delta"), sample=join("sample"), matrix=join("matrix"),
-            index=torch.cat([self.index, theirs], 1), ends=None, is_full=self.is_full and other.is_full, lengths=None,
-        )  # fmt: skip
+            self, a=join("a"), delta=join("delta"), sample=join("sample"), matrix=join("matrix"), held=held, ends=None
+        )
 
     def project(self, left: Tensor, right: Tensor) -> Tensor:
         """(n, k, k): L G R for a parameter seen as a matrix (rows, rest)."""

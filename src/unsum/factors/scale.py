@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,9 +112,14 @@ class Scale:
         """Every gradient multiplied by the same number."""
         return replace(self, delta=self.delta * factor, summed=None, token_squares=None)
 
-    def plus(self, other: Scale) -> Dense:
-        """The sum with another one."""
-        return self.formed().plus(other.formed())
+    @property
+    def joint(self) -> tuple[Any, ...]:
+        """What others must have in common with it to be joined."""
+        return self.shape, self.n
+
+    def plus(self, *others: Scale) -> Dense:
+        """The sum with others."""
+        return self.formed().plus(*(other.formed() for other in others))
 
     def dot(self, other: Scale) -> Tensor:
         """(n, m)."""

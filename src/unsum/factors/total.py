@@ -22,16 +22,18 @@ Term = Outer | Windows | Lookup | Scale | Routed | Dense
 
 def total(parts: Sequence[Term]) -> list[Term]:
     """The same sum with as few parts as can be: those of one kind become one, with more positions."""
-    merged: list[Term] = []
+    if len(parts) < 2:
+        return list(parts)
+    alike: list[tuple[Any, list[Any]]] = []  # no dictionary: sizes are symbols while torch compiles
     for part in parts:
-        for place, known in enumerate(merged):
-            joined: Any = known.plus(part) if type(known) is type(part) else None  # type: ignore[arg-type]
-            if joined is not None:
-                merged[place] = joined
-                break
+        key = type(part), part.joint
+        same = next((held for known, held in alike if known == key), None)
+        if same is None:
+            alike.append((key, [part]))
         else:
-            merged.append(part)
-    return merged
+            same.append(part)
+    merged = [first.plus(*others) if others else first for _, (first, *others) in alike]
+    return total(merged) if len(merged) < len(parts) else merged  # of other kinds, perhaps
 
 
 def dense(parts: Sequence[Term]) -> Tensor:

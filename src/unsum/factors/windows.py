@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from unsum.kernels.product import Way, wide
 from unsum.seams.operators import hint, is_stand_in
 
 ALIGNED_PLACES = 8  # other numbers of places take slow kernels where (places, places) is formed
+AT_ONCE = 1 << 20  # numbers in the windows that a processor unfolds at once
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,13 @@ class Windows:
                 [0] * len(geometry.kernel), geometry.groups, [False, True, False],
             )[1]  # fmt: skip
 
+    def _parts(self) -> Iterator[Windows]:
+        """Some samples at a time, of which the unfolded windows stay in the processor's cache."""
+        windows = self.geometry.groups * prod(self.shape[1:]) * self.positions
+        some = max(1, AT_ONCE // max(windows, 1))
+        for x, delta in zip(self.x.split(some), self.delta.split(some), strict=True):
+            yield replace(self, x=x, delta=delta)
+
     def _is_for_the_gpu(self) -> bool:
         return fused.is_on_a_gpu(self.x) and not self.turned and self.geometry.groups == 1 and self.n > 0
 
@@ -86,9 +95,16 @@ class Windows:
     def per_sample(self) -> Tensor:
         """(n, *shape)."""
         if self._is_for_the_processor():
-            each = torch.stack(list(self._one_by_one()))
+            each = self._each()
             return each.to(wide(self.dtype or each.dtype))
         return self.outer().per_sample()
+
+    def _each(self) -> Tensor:
+        """(n, *shape): written one after the other to where they stay."""
+        each = self.x.new_empty(self.n, *self.shape)
+        for k, own in enumerate(self._one_by_one()):
+            each[k] = own
+        return each
 
     def tokens(self) -> Tensor:
         """(n, places, *shape)."""
@@ -100,7 +116,7 @@ class Windows:
 
     def sum(self) -> Tensor:
         """The sum over samples."""
-        if self._is_for_the_gpu():
+        if self._is_for_the_gpu() or self._is_for_the_processor():
             whole = replace(self, x=self.x.flatten(0, 1)[None], delta=self.delta.flatten(0, 1)[None])
             total = next(whole._one_by_one())  # as torch does it: nothing is unfolded
             return total.to(wide(self.dtype or total.dtype))
@@ -178,10 +194,12 @@ class Windows:
 
     def norms_and_each(self, *, want_sum: bool) -> tuple[Tensor, Tensor | None, Dense] | None:
         """Norms, the sum if it is wanted, and the gradients that are formed for them; None where none are."""
+        if is_stand_in(self.x) and self.x.device.type == "cpu":
+            return self.outer().norms_and_each(want_sum=want_sum)
         if not self.forms():
             return None
         if self._is_for_the_processor():
-            return Dense(torch.stack(list(self._one_by_one()))).norms_and_each(want_sum=want_sum)
+            return Dense(self._each()).norms_and_each(want_sum=want_sum)
         sq, total, each = product.norms_and_each(*self.rows(), want_sum=want_sum)
         return sq, None if total is None else self._from_rows(total), Dense(self._from_rows(each))
 
@@ -192,8 +210,10 @@ class Windows:
     def _reduced(self, *, want_sum: bool) -> tuple[Tensor, Tensor | None]:
         if self._is_for_the_gpu():
             return self._on_a_gpu(want_sum=want_sum)
-        if self.way(want_sum=want_sum) == "gram" or not self._is_for_the_processor():
+        if not self._is_for_the_processor():
             return self.outer().norms_and_sum() if want_sum else (self.outer().sq_norms(), None)
+        if self.way(want_sum=want_sum) == "gram":
+            return torch.cat([part.outer().sq_norms() for part in self._parts()]), None
         norms, total = [], None
         for each in self._one_by_one():
             each = each.to(wide(each.dtype))
@@ -206,9 +226,14 @@ class Windows:
         """Every gradient multiplied by the same number."""
         return replace(self, delta=self.delta * factor)
 
-    def plus(self, other: Windows) -> Outer | None:
-        """The sum with another one."""
-        return self.outer().plus(other.outer())
+    @property
+    def joint(self) -> tuple[Any, ...]:
+        """What others must have in common with it to be joined."""
+        return self.turned, self.shape, self.geometry.groups, self.n, self.x.dtype, self.delta.dtype
+
+    def plus(self, *others: Windows) -> Outer:
+        """The sum with others."""
+        return self.outer().plus(*(other.outer() for other in others))
 
     def dot(self, other: Windows) -> Tensor:
         """(n, m)."""

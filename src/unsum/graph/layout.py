@@ -176,7 +176,8 @@ def reshaped(layout: Layout, shape: tuple[int, ...], n: int) -> Layout:
     times = inner // max(prod(shape[k:]), 1)
     rows = rows.repeat_interleave(times) if times > 1 else rows
     held = layout.held if k == 1 and times == 1 and layout.map.dim() == 1 else None
-    return Mapped(rows.reshape(shape[:k]), shape[k:], layout.is_whole, held)
+    found = Mapped(rows.reshape(shape[:k]), shape[k:], layout.is_whole, held)
+    return found.narrowed() if rows.device.type == "cpu" else found
 
 
 def merged(one: Layout, other: Layout, n: int, holds: list[Tensor] | None) -> Layout | None:

@@ -22,6 +22,7 @@ from unsum.graph.codes import Codes
 from unsum.graph.layout import Layout, Mapped
 from unsum.graph.nodes import Edge, Node, is_leaf
 from unsum.graph.replay import Grads, Heard, replay
+from unsum.graph.saved import memory_of
 from unsum.seams.nodes import outputs_of
 
 IRREGULAR = Mapped(torch.empty(0, dtype=torch.int32))  # in the place of one that is not held
@@ -162,19 +163,32 @@ def hidden_owners(node: Node, heard: list[list[Heard]], codes: Codes) -> list[Ow
         owners = _read(streams, codes)  # type: ignore[arg-type]
         if owners is None:
             raise UnsupportedError(
-                f"{node.name()} runs a backward of its own inside its backward, from where samples cannot be told apart"
+                f"{node.name()} calls backward inside its own backward, and unsum cannot tell the samples apart there.",
+                write="torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)  # if it is a checkpoint",
             )
         found.append(owners)
     return found
 
 
 def refuse_changing(node: Node, grads: Grads, results: Grads) -> None:
-    """A custom Function must give the same twice: one that changes what it has saved cannot be called again."""
+    """A custom Function must give the same twice: one that changes what it has saved cannot be called again. Nor can
+    one that writes its results into the same memory each time."""
+    handed_on = {None, *(memory_of(grad) for grad in grads if grad is not None)}  # as they came: straight-through
     for one, other in zip(results, replay(node, grads, still=True), strict=True):
-        if one is not None and other is not None and not torch.allclose(one, other, equal_nan=True):
+        if one is None or other is None:
+            continue
+        if memory_of(one) == memory_of(other) not in handed_on and bool(other.any()):
             raise UnsupportedError(
-                f"{node.name()} gives something else when it is called again: its backward draws random numbers, or "
-                "changes what it has saved"
+                f"{node.name()} hands on gradients in the same memory each time, as a CUDA graph does "
+                "(torch.cuda.make_graphed_callables): what it gave for one sample is overwritten by the next.",
+                write="with unsum.gradients(model) as g: loss_fn(model(x), y).backward()  # the model before it was "
+                "graphed",
+            )
+        if not torch.allclose(one, other, equal_nan=True):
+            raise UnsupportedError(
+                f"{node.name()} gives another gradient when its backward is run a second time: it draws random numbers "
+                "there, or changes what it has saved or was given.",
+                write="model.body.requires_grad_(False)  # gradients of the parameters that lie after it alone",
             )
 
 

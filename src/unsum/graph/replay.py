@@ -8,13 +8,14 @@ inside its backward (a reentrant checkpoint does): that too is done by hand.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.utils.checkpoint import CheckpointError
 
 from unsum import seams
 from unsum.errors import UnsupportedError
@@ -41,9 +42,12 @@ def replay(node: Node, grads: Grads, heard: list[Heard] | None = None, *, still:
 
 def _call(node: Node, grads: Grads) -> Sequence[Tensor | None]:
     try:
-        result = _elsewhere(node, grads) if remembers_memory(node) else node(*grads)
+        result = _elsewhere(lambda: node(*grads)) if remembers_memory(node) else node(*grads)
     except RuntimeError as error:
-        raise UnsupportedError(f"{node.name()} cannot be called again: {error}") from error
+        raise UnsupportedError(
+            f"the backward of {node.name()} cannot be run a second time, which gradients by sample need: {error}.",
+            write="with unsum.gradients(model, params='head.*') as g: ...  # parameters that lie after it alone",
+        ) from error
     return result if isinstance(result, tuple) else (result,)
 
 
@@ -55,19 +59,23 @@ def remembers_memory(node: Node) -> bool:
 
 def nested(where: str) -> UnsupportedError:
     """The error for a nested tensor at this place."""
-    return UnsupportedError(f"{where}: a nested tensor, whose samples cannot be told apart; pad it instead")
+    return UnsupportedError(
+        f"{where}: unsum cannot tell the samples of a nested tensor apart; pad it instead.",
+        write="x = torch.nested.to_padded_tensor(x, 0.0)",
+    )
 
 
-def _elsewhere(node: Node, grads: Grads) -> Any:
-    """Call a node in a thread of its own, so that what it remembers is not seen by the user's thread."""
-    stream = torch.cuda.current_stream()
+def _elsewhere(call: Callable[[], Any]) -> Any:
+    """Call nodes in a thread of its own: what they remember is not seen by the user's thread, and torch does not take
+    them for a part of the backward that runs there."""
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
-    def call() -> Any:
-        with torch.no_grad(), torch.cuda.stream(stream):
-            return node(*grads)
+    def within() -> Any:
+        with torch.no_grad(), contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            return call()
 
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(call).result()
+        return thread.submit(within).result()
 
 
 def _python(node: Node, grads: Grads, heard: list[Heard] | None) -> Sequence[Tensor | None]:
@@ -76,11 +84,29 @@ def _python(node: Node, grads: Grads, heard: list[Heard] | None) -> Sequence[Ten
     if type(node).__name__ == POST_BACKWARD:  # it must not average anything now
         result: Any = (None, *full)
     else:
-        with _instead_of_the_engine([] if heard is None else heard):
-            result = node.apply(*full)
+        result = _applied(node, full, heard)
     results = result if isinstance(result, tuple) else (result,)
     needed = iter([r for r, needs in zip(results, node.needs_input_grad, strict=False) if needs])
     return [None if child is None else next(needed, None) for child, _ in node.next_functions]
+
+
+def _applied(node: Node, grads: Sequence[Tensor], heard: list[Heard] | None) -> Any:
+    """What the backward of a custom Function returns. What it deletes from its context is put back."""
+    held = dict(node.__dict__)
+    try:
+        with _instead_of_the_engine([] if heard is None else heard):
+            return node.apply(*grads)
+    except CheckpointError as error:  # what it has saved can be had once alone
+        raise UnsupportedError(
+            f"{node.name()} is called inside a checkpoint, where it cannot be run a second time: it is called in no "
+            "module of the model, or the checkpoint was not there in the steps before.",
+            write=[
+                "class Layer(nn.Module): ...  # calls it in its forward: checkpoint(layer, x, use_reentrant=False)",
+                "loss_fn(model(x), y).backward()  # again, if the checkpoint is new: this step will be watched",
+            ],
+        ) from error
+    finally:
+        node.__dict__.update(held)
 
 
 def zeros(node: Node, output: int) -> Tensor:
@@ -144,7 +170,11 @@ def _instead_of_the_engine(heard: list[Heard]) -> Iterator[None]:
         if accumulates:
             heard.append((roots, grads))
         wanted = [place(given) for given in inputs]
-        arrived = flow(roots, grads, set(wanted))
+        arrived = (
+            _elsewhere(lambda: apart(roots, grads, set(wanted)))
+            if seams.is_narrow()
+            else flow(roots, grads, set(wanted))
+        )
         if not accumulates:
             return tuple(arrived.get(edge) for edge in wanted)
         for (node, _), value in arrived.items():
@@ -153,6 +183,10 @@ def _instead_of_the_engine(heard: list[Heard]) -> Iterator[None]:
                 kept.setdefault(leaf, leaf.grad)
                 leaf.grad = value if leaf.grad is None else leaf.grad + value
         return ()
+
+    def apart(roots: Sequence[Any], grads: Sequence[Tensor | None], stops: set[Edge]) -> dict[Edge, Tensor]:
+        with seams.instead_of_backward(backward):
+            return flow(roots, grads, stops)
 
     with seams.instead_of_backward(backward):
         try:

@@ -282,9 +282,11 @@ scaled.__doc__ = "x (n, …) with the n-th part multiplied by w_n, rounded once.
 
 two_sided = offer(
     "two_sided", "(Tensor rows, Tensor columns, Tensor left, Tensor right) -> Tensor",
-    lambda make: (make(3, 70, 33), make(3, 70, 150), make(5, 33), make(150, 5)),
-    lambda rows, columns, left, right: left.shape[0] <= NARROW and len({t.dtype for t in (rows, columns, left)}) == 1,
+    lambda make: (make(3, 70, 33), make(3, 70, 150), make(5, 33), make(150, 3)),
+    lambda rows, columns, left, right: (
+        max(left.shape[0], right.shape[1]) <= NARROW and len({t.dtype for t in (rows, columns, left, right)}) == 1
+    ),
     compiled="twin",
 )  # fmt: skip
-two_sided.__doc__ = """(n, k, k): L G R of G = Σ_t rows_t ⊗ columns_t, of rows (n, t, r) and columns (n, t, c), L (k, r)
-and R (c, k)."""
+two_sided.__doc__ = """(n, k, m): L G R of G = Σ_t rows_t ⊗ columns_t, of rows (n, t, r) and columns (n, t, c), L (k, r)
+and R (c, m)."""

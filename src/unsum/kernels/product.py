@@ -138,8 +138,9 @@ def _one_by_one(a: Tensor, delta: Tensor, *, want_sum: bool) -> tuple[Tensor, Te
 def norms_and_each(a: Tensor, delta: Tensor, *, want_sum: bool) -> tuple[Tensor, Tensor | None, Tensor]:
     """The squared norms (n,), the sum over samples (o, i) if it is wanted, and the gradients themselves (n, o, i)."""
     (n, _, i), o = a.shape, delta.shape[-1]
-    some = _at_once(n, o * i) if a.device.type == "cpu" else n
-    if some == n:
+    is_whole = a.device.type != "cpu" or is_stand_in(a)
+    some = n if is_whole else _at_once(n, o * i)
+    if is_whole or some == n:
         each = torch.bmm(delta.mT, a)
         return (*(fused.norms_and_sum(each) if want_sum else (squares(each), None)), each)
     each = a.new_empty(n, o, i)

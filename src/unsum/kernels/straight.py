@@ -1,8 +1,10 @@
 """Operations that were called, as a straight line of Python: nothing is decided in it. Views are made where they are
-read, each as one view of what it is a part of; a kernel is told addresses alone."""
+read, each as one view of what it is a part of; a kernel is told addresses alone. A tensor is let go where it was read
+last: else a function that goes from sample to sample would hold what it has made of all of them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +81,7 @@ class Writer:
             self._step(step)
         results = "".join(f"{self._name(self._slot(tensor))}, " for tensor in found)
         self._lines.append(f"return ({results})")
-        body = "\n    ".join(self._lines)
+        body = "\n    ".join(_freed(self._lines))
         exec(f"def program({', '.join(given)}):\n    {body}", self._values)
         program: Program = self._values["program"]
         return program
@@ -188,6 +190,21 @@ class Writer:
         name = f"v{len(self._values)}"
         self._values[name] = value
         return name
+
+
+_VARIABLE = re.compile(r"\ba?(t\d+)\b")  # a tensor made on the way, or its address
+
+
+def _freed(lines: Sequence[str]) -> list[str]:
+    """The lines, with every tensor made on the way let go after the line that reads it last, as the code that was
+    recorded did: the next one takes its memory."""
+    left: list[str] = []
+    seen: set[str] = set(_VARIABLE.findall(lines[-1]))  # what is returned
+    for line in reversed(lines):
+        last = dict.fromkeys(name for name in _VARIABLE.findall(line) if name not in seen)
+        seen |= last.keys()
+        left += [f"del {', '.join(last)}", line] if last else [line]
+    return left[::-1]
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:

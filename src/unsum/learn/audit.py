@@ -19,6 +19,7 @@ from unsum.graph.layout import Layout
 from unsum.graph.nodes import Node, below, is_leaf
 from unsum.graph.owners import Owners
 from unsum.graph.replay import Grads, replay
+from unsum.graph.rounded import rounding_of
 from unsum.reducers.holding import Size, size_of
 from unsum.rules.registry import Call, Rule, find
 from unsum.rules.to_parameter import follow
@@ -42,13 +43,15 @@ class Audit:
     def candidates(self, node: Node, owners: Owners) -> list[tuple[int, Rule, Node, int]]:
         """The edges of a node that have a rule."""
         layout, *others = owners
-        if layout is None or any(owner is not None for owner in others) or outputs_of(node)[0].dtype.is_complex:
+        if layout is None or outputs_of(node)[0].dtype.is_complex:
             return []
+        is_one = all(owner is None for owner in others)
         delta = outputs_of(node)[0].dtype
         return [
             (edge, rule, child, output)
             for edge, child, output in below(node)
             if (rule := find(node, edge)) is not None
+            and (is_one or rule.several)
             and (is_leaf(child) or not self._is_data(child))
             # torch's own rounding, number by number, is what a test in float64 asks for
             and (delta == torch.float64 or _leaf_dtype(child) != torch.float64)
@@ -60,17 +63,19 @@ class Audit:
         assert layout is not None and delta is not None
         w = claims.factors[: self._n].to(delta.device)
         for edge, rule, child, output in self.candidates(node, owners):
-            kind = apply(rule, node, delta, layout, self._n, shape_of(child, output))
+            kind = apply(rule, node, grads, layout, self._n, shape_of(child, output))
             wanted = sent[edge]
             if kind is None or wanted is None:
                 continue
             found = kind.weighted_sum(w)
             norms = torch.stack([(found - wanted).norm().double(), wanted.norm().double()])
-            tolerance = max(_PRECISE.get(dtype, 5e-2) for dtype in (delta.dtype, wanted.dtype))
+            tolerance = max(rounding_of(node), *(_PRECISE.get(dtype, 5e-2) for dtype in (delta.dtype, wanted.dtype)))
             self._open.append((node, edge, norms, tolerance))
             self.rules[node, edge] = rule
             if _is_followed(kind, child, output):
-                self.followed[node, edge] = sum_comes_with_norms(kind)
+                # a sum that torch computes anyway, or rounds, is left to torch
+                own = rule.several or rounding_of(node)
+                self.followed[node, edge] = not own and sum_comes_with_norms(kind)
                 self.sizes[node, edge] = size_of(kind)
 
     def finish(self, owners: Mapping[Node, Owners | None]) -> None:
@@ -84,8 +89,9 @@ class Audit:
                 node, edge, _, tolerance = self._open[k]
                 if not isfinite(size):
                     self.is_complete = False  # a NaN in the data: to be tried again with the next batch
-                elif not off <= tolerance * size and not off <= tolerance * _without_cancelling(
-                    node, drawn(node, owners[node] or []), edge
+                elif not off <= tolerance * size and (
+                    rounding_of(node)
+                    or not off <= tolerance * _without_cancelling(node, drawn(node, owners[node] or []), edge)
                 ):
                     self._mismatch(self.rules.pop((node, edge)), node)
                     self.followed.pop((node, edge), None)
@@ -94,7 +100,10 @@ class Audit:
     def _mismatch(self, rule: Rule, node: Node) -> None:
         text = f"the rule {rule.name} does not give what {node.name()} of torch {torch.__version__} gives"
         if self._strict:
-            raise UnsupportedError(f"{text}.\n  without strict=True the node is called again for each sample instead")
+            raise UnsupportedError(
+                f"{text}.",
+                write="with unsum.gradients(model) as g: ...  # without strict=True, its backward runs for each sample",
+            )
         warnings.warn(f"{text}: the node is called again for each sample instead", stacklevel=2)
 
 
@@ -105,10 +114,11 @@ def _without_cancelling(node: Node, grads: Grads, edge: int) -> float:
     return 8 * float(result.norm())
 
 
-def apply(rule: Rule, node: Node, delta: Tensor, layout: Layout, n: int, shape: tuple[int, ...]) -> Term | None:
+def apply(rule: Rule, node: Node, grads: Grads, layout: Layout, n: int, shape: tuple[int, ...]) -> Term | None:
     """What a rule makes of a call; None where it does not hold."""
-    by = rule.applies(node, layout, n, shape)
-    return None if by is None else rule.make(Call(node, delta, by, shape))
+    by, delta = rule.applies(node, layout, n, shape), grads[0]
+    assert delta is not None
+    return None if by is None else rule.make(Call(node, delta, by, shape, others=grads[1:]))
 
 
 def shape_of(child: Node, output: int) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from unsum.learn.refusals import coincide, in_a_list, other_rows
 from unsum.learn.rows import Rows
 from unsum.learn.setting import Setting
 from unsum.travel import Journey
-from unsum.travel.walk import Walked, walk
+from unsum.travel.walk import Walked, is_alone, walk
 
 
 def walk_by_evidence(
@@ -29,8 +29,9 @@ def walk_by_evidence(
 ) -> Walked:
     """Walk from these starts, and find where samples interact. Nodes that nobody saw being made (the forward was not
     watched, another thread made them) count as data if nodes with owners, or with rows of an input, lie below them."""
-    walked = walk(cut.model, starts, Journey(n), setting.may_be_data, silent)
-    if n == 1:
+    has_rows = lambda node: any(setting.rows.are_saved_by(each) for each in ordered([node]))
+    walked = walk(cut.model, starts, Journey(n), setting.may_be_data, silent, has_rows)
+    if is_alone(starts.values(), n):
         return walked
     told = {node for node in walked.owners if setting.rows.are_saved_by(node)}
     if setting.sides.is_blind:

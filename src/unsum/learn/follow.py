@@ -141,7 +141,7 @@ def _completed(owners: Tensor, n: int) -> Layout | None:
     for layout in regular(tuple(owners.shape), n):
         if layout.block not in (1, layout.shape[layout.dim] // n):
             continue
-        rows = known.movedim(layout.dim, 0).flatten(1).any(1)
+        rows = known.movedim(layout.dim, 0)[..., None].flatten(1).any(1)
         if bool(rows.all()) and bool((~known | (owners == layout.owner().expand(owners.shape))).all()):
             return layout
     return None

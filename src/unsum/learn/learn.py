@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unsum.errors import InteractionError, SamplesError, UnsupportedError
+from unsum.errors import InteractionError, UnsupportedError
 from unsum.graph.layout import Layout
 from unsum.graph.nodes import Edge, Node, below, is_leaf
 from unsum.graph.owners import Owners, Swept, all_are_seen, sweep
 from unsum.graph.replay import Grads, flow, nested, remembers_memory
+from unsum.graph.rounded import rounding_of
+from unsum.learn.additive import refuse_nonlinear
 from unsum.learn.audit import Audit
 from unsum.learn.cut import Cut, find_cut, is_penalty, parameters_met_outside
 from unsum.learn.evidence import agreeing, contradicts, refuse_other_rows, walk_by_evidence, with_rows
-from unsum.learn.refusals import interaction, unknown_samples
+from unsum.learn.refusals import interaction, met_outside, one_scale, unknown_samples
 from unsum.learn.routes import routes, rule_routes
 from unsum.learn.setting import Setting
 from unsum.plan.plan import Plan, has_doubts
@@ -28,7 +30,7 @@ from unsum.seams.nodes import number_of, outputs_of
 from unsum.travel.climb import climb
 from unsum.travel.trail import trail
 from unsum.travel.values import Claims
-from unsum.travel.walk import Walked
+from unsum.travel.walk import Walked, is_alone
 
 log = logging.getLogger("unsum")
 
@@ -51,9 +53,9 @@ def learn(
             raise nested(node.name())
     if n == 0:
         return _plan(find_cut(roots, known, setting.is_data), Walked(), n, nodes, setting, None), None
-    for operation, number, call in setting.sides.mixing:
+    for operation, module, call in setting.sides.mixing:
         if call in calls and not setting.exact:
-            raise interaction(operation, setting.module_of(number))
+            raise interaction(operation, module)
     returned = known
     cut, known = _cut(roots, nodes, known, n, setting, marked=marked)
     is_told = not marked and any(edge not in returned for edge in cut.starts)  # by rows of inputs, somewhere
@@ -83,6 +85,7 @@ def _judged(cut: Cut, n: int, setting: Setting, *, marked: bool) -> tuple[Cut, W
     """The owners of all nodes, and the rules that hold there."""
     silent: dict[Node, None] = {}
     cut = cut if marked else agreeing(cut, n, setting)
+    alone = is_alone(cut.starts.values(), n)
     while True:
         walked = walk_by_evidence(cut, cut.starts, n, setting, silent)
         claims = Claims(n)
@@ -90,7 +93,7 @@ def _judged(cut: Cut, n: int, setting: Setting, *, marked: bool) -> tuple[Cut, W
         for node, owners in walked.owners.items():
             if owners is None:
                 continue
-            said = walked.said.get(node, {}) if n > 1 else {}
+            said = walked.said.get(node, {}) if not alone else {}
             if said and (remembers_memory(node) or not claims.is_new(_geometry(node, owners, said))):
                 said = {}
             has_rules = audit is not None and audit.candidates(node, owners)
@@ -102,11 +105,14 @@ def _judged(cut: Cut, n: int, setting: Setting, *, marked: bool) -> tuple[Cut, W
         if not wrong:
             if audit is not None:
                 audit.finish(walked.owners)
+            if not alone:
+                refuse_nonlinear(cut.model, walked, audit, setting)
             return cut, walked, audit
         names = ", ".join(sorted({node.name() for node in wrong}))
         if setting.strict:
             raise UnsupportedError(
-                f"the table of how samples travel is wrong at {names}.\n  without strict=True values decide there"
+                f"unsum's table of how operations move samples is wrong at {names}.",
+                write="with unsum.gradients(model) as g: ...  # without strict=True, values decide there",
             )
         log.warning("unsum: the table of how samples travel is wrong at %s: values decide there", names)
         silent |= wrong
@@ -123,6 +129,8 @@ def _refuse_named(walked: Walked, setting: Setting) -> None:
     for node, above in walked.mixing.items():
         if node is above:
             name = node.name()
+            if rounding_of(node):
+                raise one_scale(name, setting.module_of(number_of(node)))
             if name.startswith("Embedding"):
                 bag = "embedding_bag" if name.startswith("EmbeddingBag") else "embedding"
                 name = f"{bag} with scale_grad_by_freq"
@@ -190,12 +198,7 @@ def _cut(
         _refuse_meeting(cut, known, setting)
     if met:
         node, name = met[0]
-        raise SamplesError(
-            f"{name} meets data at {node.name()}, where the samples are unknown: their gradients are summed there "
-            "already, or they cannot be followed so far.\n  unsum.mark_samples(losses) says whose each loss is, and "
-            "that what is beside them is nobody's; a tensor that is no data may be a buffer of the model; or leave "
-            f"{name} out: params="
-        )
+        raise met_outside(name, node.name(), tuple(outputs_of(node)[0].shape), n)
     return cut, known
 
 
@@ -311,4 +314,5 @@ def inside(roots: Sequence[Any], nodes: Sequence[Node], owners: Owners, n: int, 
 def _rounding(node: Node) -> float:
     """How far sums may be off where this node computes, relative to the largest gradient."""
     precise = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-3, torch.complex64: 1e-3}
-    return max((precise.get(meta.dtype, 5e-2) for meta in outputs_of(node) if meta.dtype.is_floating_point), default=0)
+    dtypes = [meta.dtype for meta in outputs_of(node) if meta.dtype.is_floating_point]
+    return max([rounding_of(node), *(precise.get(dtype, 5e-2) for dtype in dtypes)])

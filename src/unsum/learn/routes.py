@@ -98,6 +98,30 @@ def skippable(
     return frozenset(skipped)
 
 
+def stranded(
+    nodes: Sequence[Node],
+    owned: Iterable[int],
+    skipped: frozenset[str],
+    others: frozenset[int],
+    names: Mapping[int, str],
+) -> tuple[int, ...]:
+    """The places of meetings that torch would not run without the gradients that are skipped, by name; and without
+    those of the `others`, by id."""
+    meetings, runs, found = set(owned), set[Node](), []
+    for place in reversed(range(len(nodes))):  # from the leaves up
+        node = nodes[place]
+        if is_leaf(node):
+            is_run = names.get(id(node.variable)) not in skipped and id(node.variable) not in others
+        else:
+            is_run = any(child in runs for _, child, _ in below(node))
+            if not is_run and place in meetings:
+                found.append(place)
+                is_run = True
+        if is_run:
+            runs.add(node)
+    return tuple(found)
+
+
 def _is_named(node: Node, names: Mapping[int, str]) -> bool:
     return is_leaf(node) and id(node.variable) in names
 

@@ -10,7 +10,7 @@ to the embedding that it looks up) or `choice` (whole numbers from floats, such 
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class _World:
     def __init__(self, kinds: MutableMapping[Tensor, str] | None = None) -> None:
         self.kinds: MutableMapping[Tensor, str] = WeakIdKeyDictionary(kinds)
         self.token = object()  # put down in the nodes that are data here
-        self.mixing: list[tuple[str, int, int]] = []  # what mixes samples without a trace: what, when, in which call
+        self.mixing: list[tuple[str, str, int]] = []  # what mixes samples without a trace, in which module and call
         self.has_left = False  # whether data has left torch in the call under way
 
 
@@ -58,6 +58,7 @@ class Sides(TorchFunctionMode):
         self.mixing = self._worlds[0].mixing
         self._weight = object()  # put down in nodes that depend on parameters alone
         self.is_blind = False  # whether the last forward was not watched
+        self.where: Callable[[], str] = str  # the name of the module whose call is under way
         self._model: nn.Module | None = model
         self._parameters: set[int] = set()
         self._own: set[int] = set()  # ids of parameters and buffers
@@ -120,6 +121,31 @@ class Sides(TorchFunctionMode):
             kinds[tensor] = "positions"  # made before anybody watched
         if kinds.get(tensor) not in ("weight", "positions"):
             kinds[tensor] = ("data" if _is_real(tensor) else "ids") if has_samples else "made"
+
+    def is_same(self, copy: Tensor, tensor: Tensor) -> None:
+        """A copy (with gradients) that was made unseen is what the tensor is, and so is its node. A tensor that was
+        itself made unseen is a weight if it is a view of one."""
+        self._prepare()
+        node: Node = tensor.grad_fn
+        other: Node = copy.grad_fn
+        for world in self._worlds:
+            if tensor not in world.kinds and self._is_view_of_parameter(node):
+                world.kinds[tensor] = "weight"
+                _note(node, "weight", self._weight)
+            if tensor in world.kinds:
+                world.kinds[copy] = world.kinds[tensor]
+        for side in ("unsum.data", "unsum.weight", "unsum.shared"):
+            if side in node.metadata:
+                other.metadata[side] = set(node.metadata[side])
+
+    def _is_view_of_parameter(self, node: Node) -> bool:
+        """Whether nothing but a parameter and numbers went into this node's result."""
+        while not is_leaf(node):
+            nexts = below(node)
+            if len(nexts) != 1 or any(True for _ in saved_by(node)):
+                return False
+            node = nexts[0][1]
+        return id(node.variable) in self._parameters
 
     def is_given_data(self, tensors: Iterable[Tensor], world: int = 0) -> bool:
         """Whether any of these is data."""
@@ -264,7 +290,7 @@ class Sides(TorchFunctionMode):
             return
         trains = next((given for given in (*args, *kwargs.values()) if isinstance(given, bool)), False)
         if bool(kwargs.get("training", trains)) and all(t.grad_fn is None for t in _tensors(result)):
-            world.mixing.append(("batch_norm in training", next_number(), self.call))
+            world.mixing.append(("batch_norm in training", self.where(), self.call))
 
 
 def _writes(name: str) -> bool:

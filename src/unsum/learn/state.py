@@ -91,7 +91,8 @@ class State:
             if not self._strict:
                 return value
             raise UnsupportedError(
-                f"the model cannot be run again: it holds a {type(value).__name__}, which cannot be put back"
+                f"the model cannot be run again to see whether samples interact: it holds a {type(value).__name__}, "
+                "which cannot be copied and put back afterwards.\n  leave verify=True out"
             ) from error
 
     def _take_dict(self, value: dict[Any, Any], skip: tuple[str, ...] = ()) -> None:

@@ -24,10 +24,11 @@ def grouped_mm(call: Call) -> Routed | None:
     if call.only_nobodys:
         sample = torch.where(sample < 0, 0, -1)
         by = Positions(Mapped(sample), 1, 1)
+    held = by.index(device) if by.is_full else None
     matrix = torch.searchsorted(ends, torch.arange(len(delta), device=device, dtype=ends.dtype), right=True)
     return Routed(
-        a, delta, sample, matrix, by.index(device), experts, call.shape,
-        turned=True, ends=None if by.has_nobodys else ends, is_full=by.is_full, lengths=by.lengths,
+        a, delta, sample, matrix, by.n, experts, call.shape,
+        turned=True, ends=None if by.has_nobodys else ends, held=held,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from unsum.seams.nodes import saved_of
 
 @dataclass(eq=False, slots=True)  # made at every meeting of every step: a frozen one takes three times as long
 class Call:
-    """One call of a node: the gradient of its result, taken apart by `by`."""
+    """One call of a node: the gradient of its first result, taken apart by `by`."""
 
     node: Node
     delta: Tensor
@@ -26,6 +26,7 @@ class Call:
     only_nobodys: bool = False  # the positions that belong to no sample, as if they were one
     memo: dict[Any, Any] = field(default_factory=dict)  # what the rules for other edges of the node have left
     is_kept: bool = True  # whether factors may outlive the backward
+    others: Sequence[Tensor | None] = ()  # the gradients of the node's other results, for a rule that takes several
 
     def take(self, tensor: Tensor) -> Tensor:
         """(n, t, *features) of a tensor whose first dimensions are those of the gradient."""
@@ -80,6 +81,7 @@ class Rule:
     features: Callable[[Node, tuple[int, ...]], int]  # how many last dimensions of the gradient are no positions
     make: Callable[[Call], Term | None]
     rows: tuple[str, ...] | None = None  # what it reads of the node, if layers of one shape may be taken together
+    several: bool = False  # whether it takes the gradients of all of the node's results
 
     def applies(self, node: Node, layout: Layout, n: int, shape: tuple[int, ...]) -> Positions | None:
         """How to take the node's gradient apart; None if the rule does not hold here, or nothing is to be computed."""
@@ -95,16 +97,18 @@ def rule(
     features: int | Callable[[Node, tuple[int, ...]], int] = 1,
     *,
     rows: tuple[str, ...] | None = None,
+    several: bool = False,
 ) -> Callable[[Callable[[Call], Term | None]], Callable[[Call], Term | None]]:
     """Say how the tensor at this edge of this kind of node gets its gradient. `features`: how many of the last
     dimensions of the node's gradient are features; the others are positions. `rows`: the saved tensors that
     the rule reads, if the first dimension of each is that of the gradient: then layers of one shape may be taken
-    together, as one with more samples."""
+    together, as one with more samples. `several`: the node has several results, and the rule takes the gradients of
+    all of them (a recurrent layer: sequences, and the last states)."""
 
     def register(make: Callable[[Call], Term | None]) -> Callable[[Call], Term | None]:
         count = features if callable(features) else lambda node, shape: features
         RULES[operation, edge] = Rule(
-            f"{(make.__module__ or '').rpartition('.')[2]}.{make.__name__}".lstrip("."), count, make, rows
+            f"{(make.__module__ or '').rpartition('.')[2]}.{make.__name__}".lstrip("."), count, make, rows, several
         )
         return make
 

@@ -141,14 +141,20 @@ def _sliced(kind: Term, shape: tuple[int, ...], dim: int, first: int, last: int,
 def _selected(kind: Term, node: Node, output: int, shape: tuple[int, ...]) -> Term | None:
     """One of several matrices side by side: an expert."""
     dim = signed(saved_of(node, "dim")) % len(shape)
-    if not isinstance(kind, Outer) or kind.groups > 1 or len(shape) != 3 or dim != 0 or not _is_own(kind):
+    if not isinstance(kind, Outer | Routed) or len(shape) != 3 or dim != 0 or not _is_own(kind):
         return None
     which = output if node.name() == "UnbindBackward0" else signed(saved_of(node, "index")) % shape[0]
+    if isinstance(kind, Routed):
+        if kind.matrices > 1:
+            return None
+        return replace(kind, matrix=torch.full_like(kind.matrix, which), matrices=shape[0], shape=shape)
+    if kind.groups > 1:
+        return None
     n, t = kind.a.shape[:2]
     row = torch.arange(n * t, device=kind.a.device)
     return Routed(
         kind.a.flatten(0, 1), kind.delta.flatten(0, 1), row // max(t, 1), torch.full_like(row, which),
-        row.view(n, t), shape[0], shape, turned=kind.turned, is_full=True, lengths=kind.lengths, dtype=kind.dtype,
+        n, shape[0], shape, turned=kind.turned, held=row.view(n, t), dtype=kind.dtype,
     )  # fmt: skip
 
 

@@ -39,9 +39,9 @@ def _reduced(
 
 @triton.jit
 def _two_sided(
-    rows_of, columns_of, left, right, out, t, r, c, k, rows_n, rows_t, rows_d, columns_n, columns_t, columns_d,
-    left_k, left_d, right_d, right_k,
-    rows: tl.constexpr, width: tl.constexpr, deep: tl.constexpr, is_interpreted: tl.constexpr,
+    rows_of, columns_of, left, right, out, t, r, c, k, m, rows_n, rows_t, rows_d, columns_n, columns_t, columns_d,
+    left_k, left_d, right_d, right_m,
+    rows: tl.constexpr, width: tl.constexpr, deep_k: tl.constexpr, deep_m: tl.constexpr, is_interpreted: tl.constexpr,
 ):  # fmt: skip
     sample, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = part * rows + tl.arange(0, rows)
@@ -49,28 +49,29 @@ def _two_sided(
     long = position.to(tl.int64)
     of_rows = _reduced(
         rows_of + sample * rows_n, left, long, is_row, r, k, rows_t, rows_d, left_d, left_k,
-        rows, width, deep, is_interpreted,
+        rows, width, deep_k, is_interpreted,
     )  # fmt: skip
     of_columns = _reduced(
-        columns_of + sample * columns_n, right, long, is_row, c, k, columns_t, columns_d, right_d, right_k,
-        rows, width, deep, is_interpreted,
+        columns_of + sample * columns_n, right, long, is_row, c, m, columns_t, columns_d, right_d, right_m,
+        rows, width, deep_m, is_interpreted,
     )  # fmt: skip
     found = tl.dot(tl.trans(of_rows), of_columns, input_precision="ieee")
-    number = tl.arange(0, deep)
-    at = ((sample * tl.num_programs(1) + part) * k + number[:, None]) * k + number[None, :]
-    tl.store(out + at, found, mask=(number < k)[:, None] & (number < k)[None, :])
+    down, across = tl.arange(0, deep_k), tl.arange(0, deep_m)
+    at = ((sample * tl.num_programs(1) + part) * k + down[:, None]) * m + across[None, :]
+    tl.store(out + at, found, mask=(down < k)[:, None] & (across < m)[None, :])
 
 
 IS_INTERPRETED = not isinstance(_two_sided, triton.runtime.JITFunction)  # its product of bfloat16 reads integers
 
 
 def two_sided(rows: Tensor, columns: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """(n, k, k) of rows (n, t, r) and columns (n, t, c), by left (k, r) and right (c, k); in float32."""
-    (n, t, r), c, k = rows.shape, columns.shape[2], left.shape[0]
+    """(n, k, m) of rows (n, t, r) and columns (n, t, c), by left (k, r) and right (c, m); in float32."""
+    (n, t, r), c, k, m = rows.shape, columns.shape[2], left.shape[0], right.shape[1]
     some = max(16, min(64, power_of_two(t)))
     parts = blocks_of(t, some)
-    out = torch.empty((n, parts, k, k), dtype=torch.float32, device=rows.device)
-    constants = {"rows": some, "width": WIDTH, "deep": max(16, power_of_two(k)), "is_interpreted": IS_INTERPRETED}
-    numbers = (t, r, c, k, *rows.stride(), *columns.stride(), *left.stride(), *right.stride())
+    out = torch.empty((n, parts, k, m), dtype=torch.float32, device=rows.device)
+    deep = {"deep_k": max(16, power_of_two(k)), "deep_m": max(16, power_of_two(m))}
+    constants = {"rows": some, "width": WIDTH, **deep, "is_interpreted": IS_INTERPRETED}
+    numbers = (t, r, c, k, m, *rows.stride(), *columns.stride(), *left.stride(), *right.stride())
     launch(_two_sided, (n, parts, 1), (rows, columns, left, right, out), numbers, constants, 4, num_stages=3)
     return out[:, 0] if parts == 1 else out.sum(1)

@@ -1,0 +1,88 @@
+"""Recurrent layers: the gradient at the gates, at every time, from what a layer was given and what it returned.
+
+A layer's backward gives the gradients of its weights summed over time and samples. The gradient at the gates, before
+that sum, is found by going through time once more. All matrix products but one are over all times at once, since the
+states are known; the one that is left leads the gradient from each time to the time before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """A layer that was run over time, with T times, B sequences and H hidden units."""
+
+    inputs: Tensor  # (T, B, I)
+    states: Tensor  # (T, B, H): what it returned
+    first: Tensor  # (B, H): the state it began with
+    weights: tuple[Tensor, Tensor]  # of inputs and of states, (gates · H, I) and (gates · H, H)
+    biases: tuple[Tensor, ...]  # (gates · H,) each
+    is_reversed: bool = False  # whether it went from the last time to the first
+
+    @cached_property
+    def before(self) -> Tensor:
+        """(T, B, H): the state that each time began with."""
+        parts = (self.states[1:], self.first[None]) if self.is_reversed else (self.first[None], self.states[:-1])
+        return torch.cat(parts)
+
+    def sums(self) -> Tensor:
+        """(T, B, gates · H): what goes into the gates."""
+        found = self.inputs.flatten(0, 1) @ self.weights[0].T
+        for bias in self.biases:
+            found += bias
+        found.addmm_(self.before.flatten(0, 1), self.weights[1].T)
+        return found.view(*self.inputs.shape[:2], -1)
+
+    def forwards(self, *along: Iterable[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        """What there is of each time, in the order in which the layer went through them."""
+        found = list(zip(*along, strict=True))
+        return reversed(found) if self.is_reversed else iter(found)
+
+    def backwards(self, *along: Iterable[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        """The same, in the order of a backward."""
+        found = list(zip(*along, strict=True))
+        return iter(found) if self.is_reversed else reversed(found)
+
+
+def lstm(layer: Recurrence, cell: Tensor, d_states: Tensor, d_last: Tensor | None, d_cell: Tensor | None) -> Tensor:
+    """(T, B, 4H): the gradient at the gates of an LSTM that began with a `cell` (B, H), given the gradients of all
+    states (T, B, H), of the last one and of the last cell."""
+    gates = layer.sums().unflatten(2, (4, -1))
+    i, f, g, o = gates.unbind(2)
+    for gate in (i, f, o):
+        gate.sigmoid_()
+    g.tanh_()
+    cells, begun = torch.mul(i, g), torch.empty_like(d_states, dtype=i.dtype)
+    for now, start, forget in layer.forwards(cells.unbind(), begun.unbind(), f.unbind()):
+        start.copy_(cell)
+        cell = now.addcmul_(forget, cell)
+    cells.tanh_()
+    # From here on the gates turn into derivatives: of the cell for i, f and g, of the state for o.
+    through = _aten.tanh_backward(o, cells)  # the cell, by the state
+    kept = f.clone()
+    by_i = _aten.sigmoid_backward(g, i)
+    _aten.tanh_backward.grad_input(i, g, grad_input=g)
+    i.copy_(by_i)
+    _aten.sigmoid_backward.grad_input(begun, f, grad_input=f)
+    _aten.sigmoid_backward.grad_input(cells, o, grad_input=o)
+    # And now, time by time, into gradients.
+    d = torch.zeros_like(cell) if d_cell is None else d_cell.clone()
+    state: Tensor | None = d_last
+    weight = layer.weights[1]
+    times = layer.backwards(gates.unbind(), d_states.unbind(), through.unbind(), kept.unbind())
+    for own, arrived, to_cell, keep in times:
+        state = arrived if state is None else arrived + state
+        d.addcmul_(state, to_cell)
+        own[:, :3].mul_(d[:, None])
+        own[:, 3].mul_(state)
+        d.mul_(keep)
+        state = own.flatten(1) @ weight
+    return gates.flatten(2)

@@ -1,0 +1,151 @@
+"""Custom Functions that do in their backward what plain ones do not: differentiate, free, write into one buffer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reference import per_sample_gradients
+from torch import nn
+
+import unsum
+from unsum.errors import UnsupportedError
+
+
+class Differentiates(torch.autograd.Function):
+    """Computes p · sin(x) again in its backward, and calls `torch.autograd.grad` there."""
+
+    @staticmethod
+    def forward(ctx, x, p):
+        ctx.save_for_backward(x, p)
+        return x.sin() * p
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.enable_grad():
+            x, p = (each.detach().requires_grad_() for each in ctx.saved_tensors)
+            return torch.autograd.grad(x.sin() * p, (x, p), grad)
+
+
+class DifferentiatesTwice(torch.autograd.Function):
+    """The same, of a graph that holds such a Function itself."""
+
+    @staticmethod
+    def forward(ctx, x, p):
+        ctx.save_for_backward(x, p)
+        return x.sin() * p
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.enable_grad():
+            x, p = (each.detach().requires_grad_() for each in ctx.saved_tensors)
+            return torch.autograd.grad(Differentiates.apply(x, p), (x, p), grad)
+
+
+class Frees(torch.autograd.Function):
+    """Deletes from its context what it has used."""
+
+    @staticmethod
+    def forward(ctx, x, p):
+        ctx.x, ctx.p = x, p
+        return x.sin() * p
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, p = ctx.x, ctx.p
+        del ctx.x, ctx.p
+        return grad * x.cos() * p, (grad * x.sin()).sum(0)
+
+
+class Plain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, p):
+        ctx.save_for_backward(x, p)
+        return x.sin() * p
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, p = ctx.saved_tensors
+        return grad * x.cos() * p, (grad * x.sin()).sum(0)
+
+
+class Net(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.first, self.last, self.p = nn.Linear(4, 4), nn.Linear(4, 3), nn.Parameter(torch.rand(4) + 0.5)
+        self.function = function
+
+    def forward(self, x):
+        return self.last(self.function.apply(self.first(x), self.p))
+
+
+def loss_of(model, x):
+    return model(x).square().sum()
+
+
+@pytest.fixture(params=[Differentiates, DifferentiatesTwice, Frees, Plain], ids=lambda f: f.__name__)
+def net(request):
+    torch.manual_seed(0)
+    model, x = Net(request.param).double(), torch.randn(6, 4, dtype=torch.float64)
+    return model, x, per_sample_gradients(model, loss_of, x)
+
+
+def test_factors_and_norms_in_every_step(net):
+    model, x, truth = net
+    norms = sum(each.flatten(1).square().sum(1) for each in truth.values()).sqrt()
+    for _ in range(3):  # learnt, then remembered: torch computes some weight gradients no longer
+        model.zero_grad()
+        with unsum.gradients(model, unsum.Norms()) as g:
+            loss_of(model, x).backward()
+        torch.testing.assert_close(g.norms(), norms)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, truth[name].sum(0))
+        with unsum.gradients(model) as g:
+            loss_of(model, x).backward()
+        for name, wanted in truth.items():
+            torch.testing.assert_close(g[name].per_sample(), wanted)
+
+
+@pytest.mark.parametrize("only", [["p"], ["first.weight", "p"], ["p", "last.weight"]], ids=" ".join)
+def test_a_backward_to_some_parameters_alone(net, only):
+    model, x, truth = net
+    inputs = [model.get_parameter(name) for name in only]
+    for backward in (
+        lambda loss: loss.backward(inputs=inputs),
+        lambda loss: torch.autograd.grad(loss, inputs),
+    ):
+        for _ in range(2):
+            with unsum.gradients(model) as g:
+                backward(loss_of(model, x))
+            for name in only:
+                torch.testing.assert_close(g[name].per_sample(), truth[name])
+
+
+def test_clipping(net):
+    model, x, truth = net
+    norms = sum(each.flatten(1).square().sum(1) for each in truth.values()).sqrt()
+    weights = (0.5 / norms).clamp(max=1)
+    for _ in range(3):
+        model.zero_grad()
+        with unsum.clip_per_sample(model, max_norm=0.5):
+            loss_of(model, x).backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, torch.einsum("n,n...->...", weights, truth[name]))
+
+
+def test_a_backward_that_writes_into_one_buffer_is_refused_by_name():
+    buffer = torch.empty(6, 4, dtype=torch.float64)
+
+    class Buffered(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, p):
+            ctx.save_for_backward(x, p)
+            return x * p
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, p = ctx.saved_tensors
+            return torch.mul(grad, p, out=buffer), (grad * x).sum(0)
+
+    model = Net(Buffered).double()
+    with pytest.raises(UnsupportedError, match="BufferedBackward.*same memory"), unsum.gradients(model):
+        loss_of(model, torch.randn(6, 4, dtype=torch.float64)).backward()
