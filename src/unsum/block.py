@@ -6,23 +6,27 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from unsum import seams
 from unsum.choice import choose, first_names
+from unsum.compiled.kept_factors import Keeping
 from unsum.compiled.tapped import Tapped
 from unsum.compiled.tapping import Tapping
-from unsum.errors import OptionError, UnsupportedError
+from unsum.errors import OptionError, UnsumError, UnsupportedError
 from unsum.gathered import Gradients
 from unsum.graph.nodes import Node
 from unsum.graph.saved import Saved
+from unsum.learn.routes import stranded
 from unsum.learn.setting import Setting
 from unsum.learn.sides import Sides
-from unsum.plan.plan import Plan
+from unsum.plan.plan import Meeting, Plan
 from unsum.plan.signature import Survey, survey
 from unsum.seams.nodes import current_node
 from unsum.sites import Names, unwrapped
@@ -50,6 +54,7 @@ class GradientsBlock:
     def __enter__(self) -> Gradients:
         if self._open:
             raise OptionError("this block is open already; make another one with unsum.gradients(...)")
+        seams.refuse_capturing("unsum.gradients")
         self._open = True
         options = self._options
         chosen = choose(self._names, options.params)
@@ -66,9 +71,11 @@ class GradientsBlock:
                 reducer.order_by({name: chosen.unique[key] for key, name in chosen.by_id.items()})
         self._saved = Saved()
         self._sides = Sides(self._model, self._saved)
-        self._forward = Forward(self._names, options.samples, self._sides, verify=options.verify)
+        # What is remembered of calls is kept apart by purpose: other reducers or parameters lead to other graphs.
+        purpose = (*map(type, options.reducers), frozenset(chosen.by_id))
+        self._forward = Forward(self._names, options.samples, self._sides, purpose, verify=options.verify)
         inputs = self._forward.inputs
-        self._sides.rows = inputs.rows
+        self._sides.rows, self._sides.where = inputs.rows, self._forward.spans.innermost
         self._setting = Setting(
             self._model, self._sides, inputs.rows, inputs.seeds, self._forward.mismatch,
             self._found.unique(), self._found.by_id, self._forward.spans.module_of,
@@ -81,8 +88,10 @@ class GradientsBlock:
         )
         self._named: dict[int, str] = {}  # modules by id, if others than the model are called from outside
         self._tapping: Tapping | None = None  # if a compiled module is called
+        self._keeping: Keeping | None = None  # of these calls, if factors are kept
         self._under_way: list[tuple[bool, Run | None]] = []  # backwards: whether they add to .grad, and their hooks
         self._step: Step | Tapped | None = None  # the outermost of them
+        self._over: list[AbstractContextManager[Any]] = []  # of the calls under way: hooks over a checkpoint's
         self.passes = False  # whether calls inside the one under way need not be told
         self._has_graphs = False  # whether a call was made whose backward may come
         self._blocks = seams.open_block(self)
@@ -104,13 +113,17 @@ class GradientsBlock:
         options = self._options
         if self._tapping is not None:
             return self._tapping
-        if not options.reducers or options.keep or not options.rules or options.exact or options.verify:
+        if not options.rules or options.exact or options.verify or (options.keep and self._is_about_all()):
             return None
         wanted = {name: self._found.parameters[name] for name in self._found.by_id.values()}
-        self._tapping = Tapping(
-            self._model, self._module_names(), wanted, options.reducers, self._forward, grad=options.grad
-        )
+        self._keeping = Keeping() if options.keep else None
+        reducers = (*options.reducers, *([] if self._keeping is None else [self._keeping]))
+        self._tapping = Tapping(self._model, self._module_names(), wanted, reducers, self._forward, grad=options.grad)
         return self._tapping
+
+    def _is_about_all(self) -> bool:
+        """Whether all trainable parameters are chosen: their factors are held where they are, not copied."""
+        return all(id(p) in self._found.by_id for p in self._names.parameters.values() if p.requires_grad)
 
     @property
     def model(self) -> nn.Module:
@@ -172,14 +185,20 @@ class GradientsBlock:
         self._forward.before(name, module, args, kwargs)
         self._has_graphs |= torch.is_grad_enabled()
         self.passes = self._forward.passes
+        # What custom Functions save inside a checkpoint; of other operations `Sides` sees to it.
+        over = self._saved.over_checkpoint()
+        over.__enter__()
+        self._over.append(over)
         return True
 
     def after_call(self, output: Any) -> None:
+        if self._over:
+            self._over.pop().__exit__(None, None, None)
         self._forward.after(output)
         self.passes = False
         self._found.forwards = len(self._forward.calls.made)
         if self._tapping is not None and output is not None and not self._forward.is_inside:
-            self._tapping.saw(output)
+            self._tapping.rehearsals.saw(output)
 
     def instead_of_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._is_deaf() or (tapping := self._taps()) is None:
@@ -191,7 +210,7 @@ class GradientsBlock:
 
     # ---- backward -------------------------------------------------------------------------------------------------
 
-    def before_backward(self, call: seams.Backward) -> Sequence[Tensor] | None:
+    def before_backward(self, call: seams.Backward) -> Sequence[Tensor | GradientEdge] | None:
         self._under_way.append((call.accumulates, None))
         if len(self._under_way) > 1:
             self._inside(call)
@@ -200,20 +219,32 @@ class GradientsBlock:
         seen = survey(roots_of(call), self._found.by_id)
         self._forward.decide(call.roots, seen.nodes, self._found.by_id)
         known, calls = self._forward.find(seen.nodes)
-        if self._tapping is not None and (tapped := self._tapping.begin(call, seen.nodes)) is not None:
-            return self._begin_tapped(call, seen.nodes, tapped, calls)
         if not self._reaches(call, seen) and (self._setting.wanted or not known):
             return None  # of another model, or for something else than parameters
         if any(isinstance(grad, Tensor) and seams.is_batched(grad) for grad in call.grads):
-            raise UnsupportedError("is_grads_batched=True: one backward after the other brings gradients by sample")
+            raise UnsupportedError(
+                "per-sample gradients cannot be computed from torch.autograd.grad(..., is_grads_batched=True).",
+                write="for row in rows: torch.autograd.grad(out, parameters, row, retain_graph=True)  # one by one",
+            )
         if call.create_graph:
-            raise UnsupportedError("create_graph=True: the gradients of a second backward are not those of .grad")
-        planned = self._planner.plan(call, seen, known, calls)
+            raise UnsupportedError(
+                "per-sample gradients cannot be computed from a backward with create_graph=True: a second backward "
+                "would bring other gradients than those of .grad.",
+                write="loss.backward()  # without create_graph=True; open the block after a gradient penalty is made",
+            )
+        if self._tapping is not None and (tapped := self._tapping.begin(call, seen.nodes)) is not None:
+            return self._begin_tapped(call, seen.nodes, tapped, calls)
+        try:
+            planned = self._planner.plan(call, seen, known, calls)
+        except UnsumError:
+            if self._tapping is not None:
+                self._tapping.rehearsals.forget()
+            raise
         plan, nodes = planned.plan, planned.nodes
         if self._forward.verification is not None:
             self._forward.verification.refuse_mixing([(nodes[place], output) for place, output in plan.cut])
         if self._tapping is not None and len(planned.calls) == 1:
-            self._tapping.learn(plan, nodes)
+            self._tapping.rehearsals.learn(plan, nodes)
         reducing = Reducing(self._options, self._found, planned.calls, plan.n)
         try:
             reducing.begin(self._forward.calls.positions(planned.calls))
@@ -227,7 +258,15 @@ class GradientsBlock:
             self.acted.by_plan(nodes[0], plan, len(nodes))
         if not skipped:
             return None
-        return [leaf for leaf, name in zip(seen.leaves, seen.names, strict=True) if name not in skipped]
+        others = frozenset() if self._options.grad else self._step.not_chosen(self._names.parameters.values())
+        leaves = [
+            leaf
+            for leaf, name in zip(seen.leaves, seen.names, strict=True)
+            if name not in skipped and id(leaf) not in others
+        ]
+        if (skipped, others) not in plan.stranded:
+            plan.stranded[skipped, others] = stranded(nodes, plan.owned, skipped, others, self._setting.names)
+        return [*leaves, *(GradientEdge(nodes[place], 0) for place in plan.stranded[skipped, others])]
 
     def _reaches(self, call: seams.Backward, seen: Survey) -> bool:
         """Whether this backward brings a gradient to any chosen parameter."""
@@ -238,23 +277,32 @@ class GradientsBlock:
 
     def _begin_tapped(
         self, call: seams.Backward, nodes: Sequence[Node], tapped: Tapped, calls: frozenset[int]
-    ) -> Sequence[Tensor] | None:
+    ) -> Sequence[Tensor | GradientEdge] | None:
         """A backward through a compiled call: what is wanted leaves through its taps."""
         assert self._tapping is not None
         if calls != {tapped.call}:
             raise UnsupportedError(
-                "the samples of this loss are not those of the compiled model's outputs alone: mark_samples, or "
-                "another model's outputs, come between.\n  use the model itself (compiled._orig_mod) for it"
+                "this loss has other samples than the compiled model's outputs: mark_samples, or another model's "
+                "outputs, come between.",
+                write="with unsum.gradients(compiled._orig_mod) as g: ...  # and call compiled._orig_mod in the block",
             )
         tapped.reducing = Reducing(self._options, self._found, calls, tapped.n)
         self._step = tapped
         try:
             tapped.reducing.begin(self._forward.calls.positions(tapped.reducing.calls))
-            self._tapping.refuse_other_order(tapped)
+            self._tapping.ready(tapped)
         except BaseException:
             self._take_back(tapped.reducing, None)
             raise
         return self._tapping.only(nodes, tapped) if call.accumulates and not call.inputs else None
+
+    def _end_tapped(self, tapped: Tapped, met: dict[str, dict[Meeting, None]]) -> None:
+        """What was wanted has left the compiled call; `met`: where each parameter met data."""
+        if self._keeping is None:
+            self._found.tapped(met)
+            return
+        reducing, brought = tapped.reducing, self._keeping.brought(tapped.n, self._found.by_id, met)
+        self._found.take_in(brought, reducing.calls, reducing.scale, reducing.unscale)
 
     def _take_back(self, reducing: Reducing, planned: Planned | None) -> None:
         """A backward has failed: as if it had not begun."""
@@ -291,9 +339,9 @@ class GradientsBlock:
             if isinstance(step, Step):
                 step.end(failed=failed)
             elif self._tapping is not None:
-                step.let_go()
+                self._tapping.let_go(step)
                 if not failed:
-                    self._found.tapped(self._tapping.end(step, step.reducing.scale))
+                    self._end_tapped(step, self._tapping.end(step, step.reducing.scale))
         except BaseException:
             failed = True
             raise
@@ -313,6 +361,6 @@ def _refuse(names: Names) -> None:
     for name, parameter in names.parameters.items():
         if type(parameter).__name__ == "DTensor":
             raise UnsupportedError(
-                f"{name} is a DTensor, spread over several processes (tensor parallel): gradients by sample need whole "
-                "parameters.\n  fully_shard (FSDP2) is served, and so is DDP"
+                f"{name} is a DTensor, spread over several processes (tensor parallel): per-sample gradients need "
+                "whole parameters.\n  fully_shard (FSDP2) is served, and so is DDP"
             )

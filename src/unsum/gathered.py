@@ -12,15 +12,17 @@ from torch import Tensor, nn
 from unsum.acted import Acted
 from unsum.choice import Chosen
 from unsum.coverage import rows, table
-from unsum.errors import OptionError, SamplesError
+from unsum.errors import NoBackward, NotAvailable, OptionError, WrongCount, WrongShape
 from unsum.factors.factors import Factors, GroupFactors
 from unsum.factors.total import Term
+from unsum.notebook import Table
 from unsum.plan.plan import Meeting
 from unsum.reducers import SQ_NORMS, Reducer
 from unsum.samples import Samples
 from unsum.sites import Names
 
 _SHOWN = 12  # parameters that are listed
+_WITH_BACKWARD = "with unsum.gradients(model) as g: loss_fn(model(x), y).backward()"
 
 
 class Brought(Protocol):
@@ -44,7 +46,7 @@ class Group:
 
 
 class Gradients:
-    """The gradients by sample so far: `g[name]` for one parameter, `g.norms()` and the like for all, `g[reducer]` for
+    """The per-sample gradients so far: `g[name]` for one parameter, `g.norms()` and the like for all, `g[reducer]` for
     what a reducer has made of them. What is added over parameters (`norms`, `sq_norms`, `dot`) is float64.
 
     Examples:
@@ -85,7 +87,10 @@ class Gradients:
         again = False
         for known in [key for key in self._groups if key & calls]:
             if self._groups[known].n != n:
-                raise SamplesError(f"backwards through the same forward have {self._groups[known].n} and {n} samples")
+                raise WrongCount(
+                    f"two backwards through the same forward have {self._groups[known].n} and {n} samples.",
+                    write="(first_losses.sum() + second_losses.sum()).backward()  # as many losses in both",
+                )
             merged = self._groups.pop(known)
             calls = known | calls
             if calls in self._groups:
@@ -137,8 +142,12 @@ class Gradients:
     def _ordered(self) -> list[Group]:
         if not self._groups:
             if self.forwards and not self.backwards:
-                raise SamplesError("the block saw a forward and caught no backward: call loss.backward() inside it")
-            raise SamplesError("nothing was differentiated inside the block, so there are no samples")
+                raise NoBackward(
+                    "the block saw a forward and no backward, so there are no samples: loss.backward() belongs inside "
+                    "it.",
+                    write=_WITH_BACKWARD,
+                )
+            raise NoBackward("no backward ran inside the block, so there are no samples.", write=_WITH_BACKWARD)
         return [self._groups[key] for key in sorted(self._groups, key=min)]
 
     def __contains__(self, name: object) -> bool:
@@ -183,15 +192,17 @@ class Gradients:
     def _factors(self, name: str, parameter: nn.Parameter) -> Factors:
         groups, key = self._ordered(), id(parameter)
         if not self._keep:
-            raise SamplesError(
-                f"{name}: with reducers, factors are not kept.\n  read g[{type(self._reducers[0]).__name__}], or open "
-                "the block with keep=True"
+            own = type(self._reducers[0])
+            public = f"unsum.{own.__name__}" if own.__module__.startswith("unsum.") else own.__name__
+            raise NotAvailable(
+                f"{name}: a block with reducers does not keep the factors.",
+                write=[f"g[{public}]", "with unsum.gradients(model, reducer, keep=True) as g: ...  # keeps them too"],
             )
         shares = [group.shares.get(key, GroupFactors(group.n)) for group in groups]
         if any(share.is_changed() for share in shares):
-            raise SamplesError(
-                f"{name}: a tensor that it met was changed in place since the backward.\n  read the gradients "
-                "before, or give the model a copy"
+            raise NotAvailable(
+                f"{name}: a tensor that it met was changed in place since the backward.",
+                write=["model(x.clone())", f"g[{name!r}].per_sample()  # before the tensor is changed"],
             )
         nobodys = [group.nobodys[key] for group in groups if key in group.nobodys]
         shared = sum(nobodys[1:], nobodys[0]) if nobodys else None
@@ -211,7 +222,7 @@ class Gradients:
     def __repr__(self) -> str:
         n, numbers = sum(group.n for group in self._groups.values()), sum(p.numel() for p in self._unique.values())
         have = f"{n} samples" if self._groups else "no backward yet"
-        first = f"gradients by sample: {have}, {numbers:,} parameters in {len(self)} tensors"
+        first = f"per-sample gradients: {have}, {numbers:,} parameters in {len(self)} tensors"
         lines = [f"  g[{type(reducer).__name__}]: {reducer!r}" for reducer in self._reducers]
         if self._keep:
             names = list(self)
@@ -225,7 +236,7 @@ class Gradients:
             "  save what you read of it: g.norms(), g.per_sample(), g[reducer].matrix(), ..."
         )
 
-    def coverage(self) -> str:
+    def coverage(self) -> Table:
         """A table: each parameter, its share of all elements, the operations at which it met data (with module and
         place in the graph), how its gradients were obtained, and how many numbers they are for one sample."""
         return table(*self.coverage_rows())
@@ -280,9 +291,12 @@ class Gradients:
             given[factors.name] = name
             found = factors.dot(value).real.double()
             if parts and found.shape != parts[0].shape:
-                raise SamplesError(
-                    f"dot: {name} has shape {tuple(value.shape)}, which is not as many tensors as the others have; "
-                    "give {parameter: tensor} or {parameter: (m, *shape)} throughout"
+                raise WrongShape(
+                    f"dot: {name} has shape {tuple(value.shape)}, which is not as many tensors as the others have.",
+                    write=[
+                        "g.dot({name: p.grad for name, p in model.named_parameters()})  # one tensor for each",
+                        "g.dot({name: torch.stack(rows[name]) for name in rows})  # (m, *shape), the same m for each",
+                    ],
                 )
             parts.append(found)
         return torch.stack(parts).sum(0)

@@ -10,7 +10,12 @@ Whose each position is cannot be learnt from stand-ins. So the first batch of a 
 ever; later ones run compiled, if the nodes that torch writes down are those that were learnt.
 
 - `pattern`: what was learnt of a call, so that the nodes can be recognised
-- `forms`: how each reducer takes its numbers through taps
+- `parts`: the same of a model with graph breaks, of which torch compiles part by part
+- `reducers.tap` and the reducers: how each takes its numbers through taps
 - `instrument`: what happens while torch writes down
+- `kept_factors`: factors that leave by an operator
+- `outlets`: parts with taps of their own, and the order in which they run
+- `beside`: layers outside all parts
+- `rehearsal`: the eager calls of which is learnt
 - `tapping`: the calls of a block: eager or compiled, and what comes out
 """

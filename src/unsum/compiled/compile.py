@@ -14,8 +14,17 @@ from torch.overrides import TorchFunctionMode
 
 from unsum import seams
 from unsum.compiled.instrument import backend, hold
+from unsum.compiled.outlets import as_they_are, parts_backend
 from unsum.compiled.pattern import Untappable
-from unsum.seams.compiling import allow_in_graph, backend_of, compiler_of, dynamic_of, uses_cuda_graphs
+from unsum.seams.compiling import (
+    allow_in_graph,
+    apart,
+    backend_of,
+    call_uncompiled,
+    compiler_of,
+    dynamic_of,
+    uses_cuda_graphs,
+)
 
 _numbers = itertools.count()
 _local = threading.local()
@@ -41,11 +50,7 @@ def reuses_memory(module: nn.Module) -> bool:
 
 def taken_down(module: nn.Module) -> Callable[..., Any]:
     """`run(model, args, kwargs)`: what torch would compile, run as it is."""
-
-    def run(model: nn.Module, args: Any, kwargs: Any) -> Any:
-        return model(*args, **kwargs)
-
-    return _compile(run, _as_it_is, _context_of(module))
+    return _compile(_called(), _as_it_is, _context_of(module))
 
 
 def _as_it_is(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
@@ -70,9 +75,44 @@ def rehearsing(watcher: TorchFunctionMode) -> Iterator[None]:
         _local.watcher = None
 
 
-def _compile(run: Callable[..., Any], by: Callable[..., Any], context: Any) -> Callable[..., Any]:
+def compiled_in_parts(module: nn.Module) -> Callable[..., Any]:
+    """`run(model, args, kwargs)`: the model's output, each part that torch compiles with taps of its own."""
+    context = _context_of(module)
+    return _compile(_called_by_itself(), parts_backend(backend_of(context)), context, in_parts=True)
+
+
+def taken_down_in_parts(module: nn.Module) -> Callable[..., Any]:
+    """`run(model, args, kwargs)`: the parts that torch would compile, run as they are."""
+    return _compile(_called_by_itself(), as_they_are, _context_of(module), in_parts=True)
+
+
+def is_static(module: nn.Module) -> bool:
+    """Whether torch compiles it for each size anew."""
+    return dynamic_of(_context_of(module)) is False
+
+
+def _called() -> Callable[..., Any]:
+    def run(model: nn.Module, args: Any, kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    return run
+
+
+def _called_by_itself() -> Callable[..., Any]:
+    """After a graph break, torch would go on with what the user has compiled."""
+
+    def run(model: nn.Module, args: Any, kwargs: Any) -> Any:
+        return call_uncompiled(model, args, kwargs)
+
+    return run
+
+
+def _compile(
+    run: Callable[..., Any], by: Callable[..., Any], context: Any, *, in_parts: bool = False
+) -> Callable[..., Any]:
     run.__code__ = run.__code__.replace(co_name=f"unsum_{next(_numbers)}")  # torch limits compilations by code
-    return torch.compile(run, backend=by, fullgraph=True, dynamic=dynamic_of(context))
+    options = apart() if in_parts else {"fullgraph": True}
+    return torch.compile(run, backend=by, dynamic=dynamic_of(context), **options)
 
 
 def _context_of(module: nn.Module) -> Any:

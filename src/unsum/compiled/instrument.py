@@ -35,6 +35,14 @@ from unsum.step.launches import Launches
 _local = threading.local()
 
 
+@dataclass(frozen=True)
+class Graph:
+    """One graph that torch has compiled with taps. One model may have several: for other sizes, or other attributes."""
+
+    pattern: Pattern  # as which it was recognised
+    told: list[list[str]]  # what is known of what leaves, by the forms
+
+
 @dataclass
 class Instrumentation:
     """What is wanted of a model while it is compiled."""
@@ -44,9 +52,9 @@ class Instrumentation:
     parameters: Mapping[str, nn.Parameter]  # those wanted
     frozen: frozenset[int]  # ids of parameters whose gradient nobody wants
     taps: int  # how many of the inputs are taps
-    told: list[list[str]]  # what is known of what leaves, if it was compiled before
+    graph: Graph | None = None  # the one that ran
     is_unknown: bool = False  # whether calls of these sizes are to be learnt first
-    session: _Session | None = field(default=None, repr=False)
+    session: Session | None = field(default=None, repr=False)
 
 
 @contextmanager
@@ -73,7 +81,7 @@ class _Hold(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Tensor) -> Tensor:
         trace = _now()
-        ctx.session = trace.session = _Session(trace, given)
+        ctx.session = trace.session = Session(trace, given)
         return given[0].new_zeros(1)
 
     @staticmethod
@@ -89,13 +97,15 @@ def hold(*given: Tensor) -> Tensor:
 def _attach(count: int, *tensors: Any) -> Any:
     """The last call of a graph: its outputs are there, and so are the parameters."""
     outputs, parameters = tensors[:count], tensors[count:]
-    session = _now().session
-    assert session is not None
-    session.attach(outputs, parameters)
+    trace = _now()
+    if not trace.forms:  # there is no call that takes in taps
+        trace.session = Session(trace, ())
+    assert trace.session is not None
+    trace.session.attach(outputs, parameters)
     return outputs
 
 
-class _Session:
+class Session:
     """One run of the model with stand-ins for tensors, and the backward that follows."""
 
     def __init__(self, trace: Instrumentation, given: Sequence[Tensor]) -> None:
@@ -116,6 +126,9 @@ class _Session:
         tensors = [each for each in outputs if isinstance(each, Tensor) and each.requires_grad]
         nodes = [node for node in made(tensors, leaf) if node.name() != "_HoldBackward"]
         pattern = self._recognised(nodes, leaf)
+        if not self._trace.forms:  # a part of a model, in which nothing is wanted: it must only be what was learnt
+            self._trace.graph = Graph(pattern, [])
+            return
         n = self._begin(pattern)
         for place, ways in pattern.ways.items():
             seams.on_node(nodes[place], partial(self._meet, nodes[place], ways, n, leaf))
@@ -134,7 +147,9 @@ class _Session:
     def _instead(self, key: int, grad: Tensor) -> Tensor | None:
         """The gradient of a parameter that comes with its norms; zeros if nobody wants it."""
         if key in self._trace.frozen:
-            return grad.new_zeros(()).expand_as(grad)
+            return torch.zeros((), dtype=grad.dtype, device=grad.device).expand(
+                grad.shape
+            )  # none of its numbers is used
         summed = self._sums.pop(key, None)
         return None if summed is None else summed.to(grad.dtype).reshape(grad.shape)
 
@@ -162,7 +177,8 @@ class _Session:
             self._reducers.append(form.reducer(taps, [inputs.pop(0) for _ in range(form.inputs)]))
         assert n is not None
         self._pattern = pattern
-        if any(getattr(reducer, "wants", None) == SQ_NORMS for reducer in self._reducers):
+        comes = any(getattr(r, "wants", None) == SQ_NORMS or getattr(r, "sums", False) for r in self._reducers)
+        if comes and not trace.frozen:
             self._skipped = pattern.spare
         plan = Plan.empty(n, expected=pattern.expected)
         wanted = {id(p): p for p in trace.parameters.values()}
@@ -257,7 +273,7 @@ class _Session:
         return True
 
     def finish(self) -> tuple[Tensor | None, ...]:
-        assert self._collector is not None
+        assert self._collector is not None and self._pattern is not None
         for names, squares in self._launches.norms(traced=True):
             self._reducers[0].receive(names, squares)
         for group in self._small.values():
@@ -268,10 +284,7 @@ class _Session:
         values: list[Tensor | None] = []
         for form, reducer, taps in zip(self._trace.forms, self._reducers, self._by_form(self._taps), strict=True):
             values += [v.to(tap.dtype).expand(tap.shape) for v, tap in zip(form.values(reducer), taps, strict=True)]
-        told = [list(form.told) for form in self._trace.forms]
-        if self._trace.told and told != self._trace.told:  # else numbers would get other names
-            raise Untappable("what leaves is in another order than before")
-        self._trace.told = told
+        self._trace.graph = Graph(self._pattern, [list(form.told) for form in self._trace.forms])
         return (*values, *(None for _ in self._inputs))
 
 
@@ -291,24 +304,41 @@ def backend(inner: Callable[..., Any]) -> Callable[..., Any]:
     """A backend for torch.compile: the user's own, given the model with what is wanted of it at its end."""
 
     def compile_(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        given = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        parameters = [
-            (node, value) for node, value in zip(given, inputs, strict=True) if isinstance(value, nn.Parameter)
-        ]
-        (last,) = (node for node in graph.graph.nodes if node.op == "output")
-        outputs = list(last.args[0])
-        with graph.graph.inserting_before(last):
-            attached = graph.graph.call_function(_attach, (len(outputs), *outputs, *(node for node, _ in parameters)))
-            passed = [graph.graph.call_function(operator.getitem, (attached, k)) for k in range(len(outputs))]
-        for before, after in zip(outputs, passed, strict=True):
-            if isinstance(before, torch.fx.Node):
-                after.meta.update(before.meta)
-        last.args = (tuple(passed),)
-        graph.recompile()
-        _local.given = [value for _, value in parameters]
-        try:
-            return inner(graph, inputs, **options)
-        finally:
-            _local.given = []
+        compiled = instrumented(inner, graph, inputs, **options)
+        return _noted(compiled, _now().graph)
 
     return compile_
+
+
+def instrumented(
+    inner: Callable[..., Any], graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any
+) -> Callable[..., Any]:
+    """Compile a graph by the user's own backend, with a call at its end that sees outputs and parameters."""
+    given = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    parameters = [(node, value) for node, value in zip(given, inputs, strict=True) if isinstance(value, nn.Parameter)]
+    (last,) = (node for node in graph.graph.nodes if node.op == "output")
+    outputs = list(last.args[0])
+    with graph.graph.inserting_before(last):
+        attached = graph.graph.call_function(_attach, (len(outputs), *outputs, *(node for node, _ in parameters)))
+        passed = [graph.graph.call_function(operator.getitem, (attached, k)) for k in range(len(outputs))]
+    for before, after in zip(outputs, passed, strict=True):
+        if isinstance(before, torch.fx.Node):
+            after.meta.update(before.meta)
+    last.args = (tuple(passed),)
+    graph.recompile()
+    _local.given = [value for _, value in parameters]
+    try:
+        compiled: Callable[..., Any] = inner(graph, inputs, **options)
+        return compiled
+    finally:
+        _local.given = []
+
+
+def _noted(compiled: Callable[..., Any], graph: Graph | None) -> Callable[..., Any]:
+    """Tell with each run which graph it was."""
+
+    def run(*given: Any) -> Any:
+        _now().graph = graph
+        return compiled(*given)
+
+    return run

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from unsum.errors import UnsupportedError
 from unsum.graph.layout import Layout, Regular
 from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered
 from unsum.graph.positions import Positions
 from unsum.plan.plan import Meeting, Plan, Route
 from unsum.plan.signature import plain
+from unsum.plan.structure import sizes_of
+from unsum.reducers.holding import Size
 from unsum.rules.registry import Rule
 from unsum.seams.nodes import number_of, outputs_of, saved_or
 from unsum.seams.operators import hint
@@ -31,6 +34,23 @@ class NotLasting(Untappable):
 
 class Unknown(Untappable):
     """What torch compiles was not learnt yet."""
+
+
+class Ambiguous(Untappable):
+    """For these sizes: torch would compile for others as well, and which size is which cannot be told."""
+
+
+class Spoilt(UnsupportedError):
+    """A call in parts has failed, and cannot be made again."""
+
+
+def cause(error: BaseException | None) -> Untappable | None:
+    """Our own refusal among the errors in which torch wraps it."""
+    while error is not None:
+        if isinstance(error, Untappable):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 @dataclass(frozen=True)
@@ -72,6 +92,11 @@ class Pattern:
     spare: frozenset[str]  # parameters whose gradient is the sum of their factors
     cut: frozenset[int]  # at which of the call's output tensors samples are told apart
     used: frozenset[int]  # which of them lead to the loss
+    n: int  # how many samples there were
+    sizes: dict[str, Size]  # what holding the gradients of each parameter took
+    wanted: frozenset[str]  # all parameters that were asked for
+
+    is_plain: ClassVar[bool] = True  # other sizes may follow from it
 
     @cached_property
     def structure(self) -> Hashable:
@@ -118,7 +143,7 @@ def _is_nothing(node: Node) -> bool:
     if name != "SliceBackward0" and _SAME.get(name) != "a view":
         return False
     sizes = saved_or(node, "self_sym_sizes", None)
-    return sizes is not None and _numbers(tuple(sizes)) == _numbers(tuple(outputs_of(node)[0].shape))
+    return sizes is not None and numbers(tuple(sizes)) == numbers(tuple(outputs_of(node)[0].shape))
 
 
 Leaf = Callable[[Node], str | None]  # the parameter at a leaf, "" for any other leaf, None for a node that is none
@@ -126,7 +151,12 @@ Leaf = Callable[[Node], str | None]  # the parameter at a leaf, "" for any other
 
 def made(outputs: Sequence[Tensor], leaf: Leaf) -> list[Node]:
     """The nodes that lead from a call's outputs to leaves, in the order in which they were made."""
-    found = ordered([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
+    return made_below([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None], leaf)
+
+
+def made_below(roots: Sequence[Node], leaf: Leaf) -> list[Node]:
+    """The nodes that lead from these to leaves, in the order in which they were made."""
+    found = ordered(roots, stop=lambda node: leaf(node) is not None)
     counted = (node for node in found if leaf(node) is None and not _is_nothing(node))
     return sorted(counted, key=lambda node: number_of(node))
 
@@ -142,9 +172,9 @@ def described(nodes: Sequence[Node], leaf: Leaf) -> tuple[tuple[Hashable, ...], 
             for child, output in node.next_functions
             if kind is None or child is not None
         )
-        shapes = tuple(_numbers(tuple(meta.shape)) for meta in outputs_of(node))
+        shapes = tuple(numbers(tuple(meta.shape)) for meta in outputs_of(node))
         if kind is None:
-            whole.append((_numbers(plain(node)), shapes, edges))
+            whole.append((numbers(plain(node)), shapes, edges))
         else:
             whole.append((kind, shapes[0], edges))
         kinds.append((kind or node.name(), edges))
@@ -158,10 +188,10 @@ def _end(child: Node | None, output: int, place: Mapping[Node, int], leaf: Leaf)
     return None if child is None else place[child] if child in place else leaf(child), output
 
 
-def _numbers(value: Any) -> Any:
+def numbers(value: Any) -> Any:
     """The same with the numbers that stand for sizes put in."""
     if isinstance(value, tuple | list):
-        return tuple(_numbers(each) for each in value)
+        return tuple(numbers(each) for each in value)
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return hint(value)
     return value
@@ -182,20 +212,10 @@ def pattern(
 ) -> Pattern:
     """From a plan that was learnt eagerly. `nodes` is the graph, `own` those of the call, `outputs` the places of its
     output tensors. Raises where the plan needs more than rules within the call."""
-    _refuse(plan)
+    refuse(plan)
     leaf = leaf_of(names)
     place = {node: k for k, node in enumerate(own)}
-    ways: dict[int, tuple[Way, ...]] = {}
-    for at in sorted(plan.owned, key=lambda at: place.get(nodes[at], -1)):
-        node = nodes[at]
-        if node not in place:
-            raise Untappable(f"a parameter meets data outside the call, at {node.name()}")
-        routes = [route for route in plan.routes.get(at, ()) if route.edge in plan.edges[at]]
-        if {route.edge for route in routes} != set(plan.edges[at]):
-            raise Untappable(f"there is no rule for {node.name()}{_in(plan.modules.get(at))}")
-        ways[place[node]] = tuple(_way(route) for route in routes)
-    if plan.late or plan.streamed:
-        raise Untappable("some gradients are formed sample by sample")
+    ways = ways_of(plan, nodes, own, plan.owned)
     if any(nodes[at] not in place for at in plan.mixed):
         raise Untappable("a parameter is used outside the call")
     found = {edge: k for k, edge in enumerate(outputs)}
@@ -206,10 +226,31 @@ def pattern(
     within = set(own)
     entered = {edge for node in nodes if node not in within for edge in node.next_functions}
     used = cut | {k for k, edge in enumerate(outputs) if edge in entered}
-    return Pattern(whole, kinds, ways, dict(plan.expected), plan.spare, cut, used)
+    sizes, wanted = sizes_of(plan, nodes), frozenset(names.values())
+    return Pattern(whole, kinds, ways, dict(plan.expected), plan.spare, cut, used, plan.n, sizes, wanted)
 
 
-def _refuse(plan: Plan) -> None:
+def ways_of(plan: Plan, nodes: Sequence[Node], own: Sequence[Node], at: Container[int]) -> dict[int, tuple[Way, ...]]:
+    """What is to be done at which of the call's own nodes, of those at these places of the graph."""
+    place = {node: k for k, node in enumerate(own)}
+    ways: dict[int, tuple[Way, ...]] = {}
+    for here in sorted((here for here in plan.owned if here in at), key=lambda here: place.get(nodes[here], -1)):
+        node = nodes[here]
+        if node not in place:
+            raise Untappable(f"a parameter meets data outside the call, at {node.name()}")
+        routes = [route for route in plan.routes.get(here, ()) if route.edge in plan.edges[here]]
+        if {route.edge for route in routes} != set(plan.edges[here]):
+            raise Untappable(f"there is no rule for {node.name()}{_in(plan.modules.get(here))}")
+        if any(route.rule.several for route in routes):
+            raise Untappable(f"{node.name()}{_in(plan.modules.get(here))} has several results")
+        ways[place[node]] = tuple(_way(route) for route in routes)
+    if plan.late or plan.streamed:
+        raise Untappable("some gradients are formed sample by sample")
+    return ways
+
+
+def refuse(plan: Plan) -> None:
+    """Raise where a plan needs more than rules, or does not last."""
     if not plan.lasting or plan.is_dynamic:
         raise NotLasting("its layout is learnt in every batch")
     reasons = {

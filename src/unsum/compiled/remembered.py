@@ -10,9 +10,15 @@ from typing import Any
 
 from torch import nn
 
+from unsum.compiled.parts import Course
 from unsum.compiled.pattern import Pattern
 
 KEPT = 128  # layouts of a model
+_WAYS = 4  # that are known of calls of one size
+_SIZES = 4  # with which one rehearsal of parts runs
+
+
+Sizes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -20,7 +26,7 @@ class Key:
     """What a call is like: its sizes apart, which may change from batch to batch."""
 
     rest: Hashable
-    sizes: tuple[tuple[int, ...], ...]
+    sizes: Sizes
 
 
 @dataclass
@@ -28,35 +34,73 @@ class Record:
     """A model compiled with taps."""
 
     run: Callable[..., Any]
-    pattern: Pattern
     reuses_memory: bool
-    told: list[list[str]] = field(default_factory=list)  # by its forms
+    sizes: set[Sizes] = field(default_factory=set)  # with which it ran
+    is_full: bool = False  # torch compiles it for no more sizes
 
 
 @dataclass
 class Memory:
     """What is known of a model's compiled calls."""
 
-    patterns: OrderedDict[Key, list[Pattern]] = field(default_factory=OrderedDict)
+    patterns: OrderedDict[Key, list[Pattern | Course]] = field(default_factory=OrderedDict)
     rehearsed: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)  # where rules cover an eager call
-    records: dict[Hashable, Record] = field(default_factory=dict)
+    in_parts: set[Hashable] = field(default_factory=set)  # calls of models that have graph breaks
+    rehearsals: dict[Hashable, tuple[Callable[..., Any], set[Sizes]]] = field(default_factory=dict)  # of these
+    records: OrderedDict[Hashable, Record] = field(default_factory=OrderedDict)
     refused: dict[Hashable, str] = field(default_factory=dict)  # why calls cannot run compiled
-    missed: dict[Hashable, int] = field(default_factory=dict)  # how often calls were not what was learnt
+    ambiguous: dict[Key, int] = field(default_factory=dict)  # sizes that could not be told apart; how many were known
+    missed: dict[tuple[Hashable, Key], int] = field(default_factory=dict)  # how often calls were not what was learnt
 
-    def learnt(self, key: Key, new: Pattern) -> None:
+    def learnt(self, key: Key, new: Pattern | Course) -> None:
         known = self.patterns.setdefault(key, [])
-        if all(each.nodes != new.nodes for each in known):
-            known.append(new)
-        del known[:-4]
+        alike = [each for each in known if each.wanted == new.wanted]
+        if all(each.nodes != new.nodes for each in alike):
+            oldest = alike[0] if len(alike) >= _WAYS else None
+            known[:] = [*(each for each in known if each is not oldest), new]
         self.patterns.move_to_end(key)
         while len(self.patterns) > KEPT:
             self.patterns.popitem(last=False)
 
-    def known(self, key: Key) -> Pattern | None:
-        """What was learnt of calls with these sizes, or of such with others, if these sizes are known to change."""
-        if key in self.patterns:
-            return self.patterns[key][-1]
-        alike = [(k.sizes, p[-1]) for k, p in self.patterns.items() if k.rest == key.rest and _same_rank(k, key)]
+    def forgive(self, key: Key, wanted: frozenset[str]) -> None:
+        """A call in parts has taught another way. Few of them are learnt: there may be one for every batch."""
+        if len(self.of(key, wanted)) < _WAYS:
+            self.missed = {each: times for each, times in self.missed.items() if each[1] != key}
+
+    def rehearsal(self, key: Key, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+        """What runs the parts of a model as they are. Torch compiles one function for few sizes, and says nothing if it
+        stops: then another is made."""
+        run, sizes = self.rehearsals.get(key.rest, (None, set[Sizes]()))
+        if run is None or (key.sizes not in sizes and len(sizes) >= _SIZES):
+            run, sizes = self.rehearsals[key.rest] = make(), set()
+        sizes.add(key.sizes)
+        return run
+
+    def place(self, what: Hashable, sizes: Sizes) -> Hashable:
+        """Where the record of such a call is, or belongs. Torch compiles one function for few sizes; each of those that
+        come after has a record of its own."""
+        record = self.records.get(what)
+        return what if record is None or not record.is_full or sizes in record.sizes else (what, sizes)
+
+    def keep(self, place: Hashable, record: Record, sizes: Sizes) -> None:
+        """A record has run with these sizes."""
+        record.sizes.add(sizes)
+        self.records[place] = record
+        self.records.move_to_end(place)
+        while len(self.records) > KEPT:
+            self.records.popitem(last=False)
+
+    def of(self, key: Key, wanted: frozenset[str]) -> list[Pattern | Course]:
+        """What was learnt of calls with these sizes, of which these parameters were wanted."""
+        return [each for each in self.patterns.get(key, []) if each.wanted == wanted]
+
+    def known(self, key: Key, wanted: frozenset[str]) -> Pattern | Course | None:
+        """What was learnt of calls with these sizes, or of such with others, if these sizes are known to change; with
+        these parameters wanted."""
+        if own := self.of(key, wanted):
+            return own[-1]
+        others = [(k.sizes, self.of(k, wanted)[-1:]) for k in self.patterns if _is_alike(k, key)]
+        alike = [(sizes, p) for sizes, last in others for p in last if p.is_plain]
         if len({p.structure for _, p in alike}) != 1:
             return None
         for tensor, sizes in enumerate(key.sizes):
@@ -66,9 +110,14 @@ class Memory:
                     return None
         return alike[-1][1]
 
+    def alike(self, key: Key, wanted: frozenset[str]) -> list[Pattern | Course]:
+        """What was learnt of calls with any sizes, of which these parameters were wanted."""
+        return [each for k in self.patterns if _is_alike(k, key) for each in self.of(k, wanted)]
 
-def _same_rank(one: Key, other: Key) -> bool:
-    return [len(sizes) for sizes in one.sizes] == [len(sizes) for sizes in other.sizes]
+
+def _is_alike(one: Key, other: Key) -> bool:
+    """Whether they differ by sizes alone."""
+    return one.rest == other.rest and [len(sizes) for sizes in one.sizes] == [len(sizes) for sizes in other.sizes]
 
 
 _memories: weakref.WeakKeyDictionary[nn.Module, Memory] = weakref.WeakKeyDictionary()

@@ -8,66 +8,44 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from unsum import seams
-from unsum.compiled.remembered import Record
+from unsum.compiled.beside import Beside
+from unsum.compiled.instrument import Graph
 from unsum.errors import UnsupportedError
 from unsum.graph.nodes import Edge, Node, is_leaf, ordered, place
+from unsum.reducers.tap import Tap
 
 
 @dataclass
-class Tapped:
-    """A call that ran compiled. Its taps are leaves of the graph; what is wanted arrives there as their gradients."""
+class Outlet:
+    """The taps of one compiled graph. They are leaves of the call's graph; what is wanted arrives there as their
+    gradients."""
 
-    call: int
-    n: int
-    before: int  # samples that come before, if backwards come in the order of forwards
-    record: Record
-    key: Hashable  # of calls like this one
-    edges: frozenset[Edge]  # the places of the outputs that may lead to the loss
     tap: weakref.ref[Tensor]  # the first one: it lives as long as the graph
-    is_begun: bool = False  # whether it had a backward
-    reducing: Any = None  # the reducers, while it has one
-    _at: tuple[Node, range] = (None, range(0))  # the node of the call, and where the taps are among its edges
+    graph: Graph  # the one that ran
+    forms: Sequence[Tap]
+    taps: int  # how many
+    names: frozenset[str]  # the parameters whose gradients they tell
+    node: Node = None  # of the compiled graph, while there is a backward
+    _at: range = range(0)  # where the taps are among its edges
     _values: list[Tensor | None] | None = None
     _handle: seams.Handle | None = None
 
-    def find(self, nodes: Sequence[Node], first: Node, count: int) -> None:
-        """Find the node of this call, and its taps, of which the first is this leaf, in the graph of a backward."""
-        node = next(node for node in nodes if any(child is first for child, _ in node.next_functions))
-        begin = next(k for k, (child, _) in enumerate(node.next_functions) if child is first)
-        self._at = node, range(begin, begin + count)
-
-    def refuse_others(self, call: seams.Backward, parameters: Mapping[int, str]) -> None:
-        """What reaches parameters (names by id) beside the compiled call is not in the taps."""
-        own, _ = self._at
-        outside = ordered(
-            [node for root in call.roots if (node := place(root)[0]) is not None], stop=lambda n: n is own
-        )
-        allowed = {edge for edge in self.edges if edge[0] is own}
-        regenerated = {edge[0] for edge in self.edges} - {own}
-        for node in outside:
-            if node is own:
-                continue
-            if is_leaf(node) and id(node.variable) in parameters:
-                raise UnsupportedError(
-                    f"{parameters[id(node.variable)]} is used by the loss beside the compiled model, which was not so "
-                    "when it was learnt.\n  from now on the model runs eagerly in this block: call it again"
-                )
-            for edge in node.next_functions:
-                if edge[0] is own and edge not in allowed and node not in regenerated:
-                    raise UnsupportedError(
-                        "the loss uses an output of the compiled model that it did not use when it was learnt.\n"
-                        "  from now on the model runs eagerly in this block: call it again"
-                    )
+    def find(self, nodes: Sequence[Node], first: Node) -> None:
+        """Find the node of this graph, and its taps, of which the first is this leaf, in the graph of a backward."""
+        self.node = next(node for node in nodes if any(child is first for child, _ in node.next_functions))
+        begin = next(k for k, (child, _) in enumerate(self.node.next_functions) if child is first)
+        self._at = range(begin, begin + self.taps)
 
     def wait(self) -> None:
         """The backward begins: take what the node hands to the taps."""
-        self._values, self.is_begun = None, True
-        self._handle = seams.after_node(self._at[0], lambda results, grads: self._take(results))
+        self._values = None
+        self._handle = seams.after_node(self.node, lambda results, grads: self._take(results))
 
     def _take(self, results: Sequence[Tensor | None]) -> None:
-        self._values = [results[k] for k in self._at[1]]
+        self._values = [results[k] for k in self._at]
 
     def let_go(self) -> None:
         """Take the hook away."""
@@ -79,18 +57,78 @@ class Tapped:
         """What has left through the taps."""
         self.let_go()
         values = self._values or []
-        self._at, self._values = (None, range(0)), None
+        self.node, self._at, self._values = None, range(0), None
         found = [value.detach() for value in values if value is not None]
         if not found or len(found) < len(values):
             raise UnsupportedError("the compiled model's backward has left nothing in the tap")
-        return [value.clone() for value in found] if self.record.reuses_memory else found
+        return found
 
     def leaves(self) -> list[Tensor]:
         """The taps."""
-        node, which = self._at
-        return [node.next_functions[k][0].variable for k in which]
+        return [self.node.next_functions[k][0].variable for k in self._at]
+
+
+@dataclass
+class Tapped:
+    """A call that ran compiled: as one graph, or in parts."""
+
+    call: int
+    n: int
+    before: int  # samples that come before, if backwards come in the order of forwards
+    outlets: Sequence[Outlet]  # of its graph, or of its parts
+    reuses_memory: bool  # whether the next run overwrites what leaves
+    key: Hashable  # of calls like this one
+    edges: frozenset[Edge]  # the places of the outputs that may lead to the loss
+    inside: frozenset[Node] = frozenset()  # nodes of its parts
+    beside: Beside | None = None  # layers between its parts
+    is_begun: bool = False  # whether it had a backward
+    is_last: bool = False  # whether the backward under way, or the last one, lets go of the graph
+    reducing: Any = None  # the reducers, while it has one
+
+    def refuse_others(self, call: seams.Backward, parameters: Mapping[int, str]) -> None:
+        """What reaches parameters (names by id) beside the compiled call is not in the taps."""
+        own = {outlet.node for outlet in self.outlets} | {node for node, _ in self.edges} | self.inside
+        roots = [place(root) for root in call.roots]
+        outside = ordered([node for node, _ in roots if node is not None], stop=lambda node: node in own)
+        for node in outside:
+            if node in own:
+                continue
+            if is_leaf(node) and id(node.variable) in parameters:
+                raise UnsupportedError(
+                    f"{parameters[id(node.variable)]} is used by the loss beside the compiled model, which was not so "
+                    "when it was learnt.\n  from now on the model runs eagerly in this block: call it again"
+                )
+            for edge in node.next_functions:
+                if edge[0] in own and edge not in self.edges:
+                    raise UnsupportedError(
+                        "the loss uses an output of the compiled model that it did not use when it was learnt.\n"
+                        "  from now on the model runs eagerly in this block: call it again"
+                    )
+
+    def wait(self) -> None:
+        """The backward begins."""
+        self.is_begun = True
+        for outlet in self.outlets:
+            outlet.wait()
+
+    def let_go(self) -> None:
+        """Take the hooks away."""
+        for outlet in self.outlets:
+            outlet.let_go()
+        if self.beside is not None:
+            self.beside.let_go()
+
+    def taken(self) -> list[list[Tensor]]:
+        """What has left through the taps of each outlet."""
+        found = [outlet.taken() for outlet in self.outlets]
+        return [[value.clone() for value in values] for values in found] if self.reuses_memory else found
+
+    def ends(self) -> list[Tensor | GradientEdge]:
+        """Where a backward has to come that brings no gradients: to a tap of each outlet, to layers between parts."""
+        beside = [] if self.beside is None else self.beside.nodes()
+        return [*(outlet.leaves()[0] for outlet in self.outlets), *(GradientEdge(node, 0) for node in beside)]
 
     def other_leaves(self, nodes: Sequence[Node]) -> list[Tensor]:
         """The leaves of a graph that are no taps of this call."""
-        taps = {id(tap) for tap in self.leaves()}
+        taps = {id(tap) for outlet in self.outlets for tap in outlet.leaves()}
         return [node.variable for node in nodes if is_leaf(node) and id(node.variable) not in taps]

@@ -16,7 +16,8 @@ from unsum.plan.structure import Judged
 _KEPT = 128  # structures per model, and plans per structure
 
 _structures: weakref.WeakKeyDictionary[nn.Module, OrderedDict[Hashable, Structure]] = weakref.WeakKeyDictionary()
-_calls: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, CallHistory]] = weakref.WeakKeyDictionary()
+CallKey = tuple[Hashable, ...]  # what calls are remembered by: first the purpose of their block
+_calls: weakref.WeakKeyDictionary[nn.Module, dict[CallKey, CallHistory]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -91,7 +92,7 @@ class CallHistory:
         return self.sizes.get(sizes, 0) > 1 or (len(self.structures) == 1 and len(self.sizes) > 1)
 
 
-def known_call(model: nn.Module, key: Hashable, sizes: Hashable, *, exactly: bool) -> Seen | None:
+def known_call(model: nn.Module, key: CallKey, sizes: Hashable, *, exactly: bool) -> Seen | None:
     """What was seen of calls like this one, if it need not be watched; `exactly`: of calls with these very sizes."""
     calls = _calls.get(model, {}).get(key)
     if calls is None or (exactly and calls.sizes.get(sizes, 0) < 2):
@@ -99,13 +100,13 @@ def known_call(model: nn.Module, key: Hashable, sizes: Hashable, *, exactly: boo
     return calls.seen if calls.need_no_watching(sizes) else None
 
 
-def meet_call(model: nn.Module, key: Hashable, seen: Seen) -> None:
+def meet_call(model: nn.Module, key: CallKey, seen: Seen) -> None:
     """A call was watched: from one of which something else was seen, nothing follows for others."""
     calls = _calls.setdefault(model, {}).setdefault(key, CallHistory(seen))
     calls.vary = calls.vary or calls.seen != seen
 
 
-def know_call(model: nn.Module, key: Hashable, sizes: Hashable, seen: Seen, structure: Hashable) -> None:
+def know_call(model: nn.Module, key: CallKey, sizes: Hashable, seen: Seen, structure: Hashable) -> None:
     """A call has led to a graph of this structure."""
     known = _calls.setdefault(model, {})
     if len(known) > 4 * _KEPT:
@@ -119,22 +120,24 @@ def know_call(model: nn.Module, key: Hashable, sizes: Hashable, seen: Seen, stru
         calls.sizes.popitem(last=False)
 
 
-def always_watch(model: nn.Module, key: Hashable, seen: Seen) -> None:
+def always_watch(model: nn.Module, key: CallKey, seen: Seen) -> None:
     """What calls like this one lead to does not follow from what is known: each is watched from now on."""
     _calls.setdefault(model, {}).setdefault(key, CallHistory(seen)).vary = True
 
 
-def forget_call(model: nn.Module, key: Hashable) -> None:
+def forget_call(model: nn.Module, key: CallKey) -> None:
     """Calls like this one are watched anew."""
     calls = _calls.get(model, {})
     if key in calls and not calls[key].vary:
         del calls[key]
 
 
-def is_in_a_loop(model: nn.Module) -> bool:
-    """Whether any call of the model need not be watched again."""
+def is_in_a_loop(model: nn.Module, purpose: Hashable) -> bool:
+    """Whether any call of the model in blocks of this purpose need not be watched again."""
     return any(
-        max(calls.sizes.values(), default=0) > 1 or len(calls.sizes) > 1 for calls in _calls.get(model, {}).values()
+        max(calls.sizes.values(), default=0) > 1 or len(calls.sizes) > 1
+        for key, calls in _calls.get(model, {}).items()
+        if key[0] == purpose
     )
 
 

@@ -72,7 +72,9 @@ class Plan:
     free: frozenset[str] = frozenset()  # parameters whose gradients come as factors alone
     dear: frozenset[str] = frozenset()  # parameters whose gradient does not come with their norms
     cheap: frozenset[str] = frozenset()  # parameters whose gradient comes with their norms: torch need not compute it
-    spare: frozenset[str] = frozenset()  # parameters whose gradient torch need not compute if nobody wants it
+    spare: frozenset[str] = frozenset()  # of a compiled model: the gradients that torch need not compute
+    stranded: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)  # by the parameters whose gradient is not
+    # computed: the meetings that torch runs only if it is asked to
     rounding: float = 1e-9
     has_doubts: bool = False  # whether the sweep has not come to some positions of owned nodes
     lasting: bool = False  # whether it holds for later graphs with the same signature
@@ -105,12 +107,12 @@ class Plan:
 
     @cached_property
     def ruled(self) -> dict[int, tuple[Route, ...]]:
-        """The meetings that rules alone serve, each straight to a parameter, and how."""
+        """The meetings that rules alone serve, each straight from the node's one result to a parameter, and how."""
         found: dict[int, tuple[Route, ...]] = {}
         for place, owners in self.owned.items():
             edges = set(self.edges[place])
             wanted = tuple(route for route in self.routes.get(place, ()) if route.edge in edges)
-            straight = {route.edge for route in wanted if route.parameter is not None}
+            straight = {route.edge for route in wanted if route.parameter is not None and not route.rule.several}
             if straight == edges and (isinstance(owners[0], Regular) or _is_even(owners[0])):
                 found[place] = wanted
         return found

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from unsum.graph.layout import Layout, Mapped, Regular, same
 from unsum.graph.nodes import Edge, Node
 from unsum.graph.owners import Owners
+from unsum.graph.rounded import rounding_of
 from unsum.kernels import costs
 from unsum.learn.audit import shape_of
 from unsum.learn.routes import skippable
@@ -242,9 +244,9 @@ def _dear(plan: Plan, routes: Mapping[int, Sequence[Route]], nodes: Sequence[Nod
     for there in routes.values():
         for route in there:
             layout, lead = route.by.layout, route.by.lead
-            name = route.parameter
+            name = None if rounding_of(nodes[route.meeting.place]) else route.parameter
             is_matrix = len(route.shape) == 2 and isinstance(layout, Regular) and lead == len(layout.shape) - 1
-            if name is None or not is_matrix or name not in plan.alone or layout.dim >= lead:  # type: ignore[union-attr]
+            if name is None or route.rule.several or not is_matrix or name not in plan.alone or layout.dim >= lead:  # type: ignore[union-attr]
                 continue
             t = prod(layout.shape[:lead]) // max(route.by.n, 1)
             o = layout.shape[-1]
@@ -259,13 +261,15 @@ def sizes_of(plan: Plan, nodes: Sequence[Node]) -> dict[str, Size]:
     if plan.sizes:
         return plan.sizes
     found: dict[str, Size] = {}
+    memos: dict[int, dict[Any, Any]] = {}
     for (place, edge), name in plan.reaches.items():
         route = next((route for route in plan.routes.get(place, ()) if route.edge == edge), None)
         if route is None or name in plan.late:
             continue
-        meta = outputs_of(nodes[place])[0]
+        meta, *others = outputs_of(nodes[place])
         delta = torch.zeros((), dtype=meta.dtype, device=meta.device).expand(tuple(meta.shape))
-        kind = route.rule.make(Call(nodes[place], delta, route.by, route.shape))
+        memo = memos.setdefault(place, {}) if route.rule.several else {}  # a pass through time serves all edges
+        kind = route.rule.make(Call(nodes[place], delta, route.by, route.shape, memo=memo, others=[None] * len(others)))
         if kind is not None:
             found[name] = found[name] + size_of(kind) if name in found else size_of(kind)
     return found

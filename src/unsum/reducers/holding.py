@@ -10,7 +10,7 @@ Held gradients fit a budget in bytes; they come first where they save the most t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, prod
 from pathlib import Path
 
@@ -36,6 +36,7 @@ class Size:
     factors: int  # bytes
     saved: float  # time that held gradients save, in the units of `costs`
     formed: bool  # whether they are formed anyway, and holding them saves time
+    sides: tuple[int, int] | None = None  # numbers of `a` and of δ at one position, if gradients are outer products
 
     def __add__(self, other: Size) -> Size:
         """A parameter that is met twice: its norms have cross terms, and no gradient is formed for them."""
@@ -54,7 +55,20 @@ def size_of(kind: Term) -> Size:
     formed = isinstance(kind, Outer | Windows) and kind.forms()
     positions = kind.positions if isinstance(kind, Outer | Windows) else 0
     saved = numbers * (2 * weight["plain"] * positions - FAR.get(values.device.type, weight["pass"]))
-    return Size(numbers * width, factors * width, saved, formed=formed and saved > 0)
+    return Size(numbers * width, factors * width, saved, formed and saved > 0, _sides(kind))
+
+
+def _sides(kind: Term) -> tuple[int, int] | None:
+    if isinstance(kind, Outer) and kind.groups == 1:
+        return kind.a.shape[-1], kind.delta.shape[-1]
+    if isinstance(kind, Windows) and kind.geometry.groups == 1:
+        return kind.x.shape[2] * prod(kind.geometry.kernel), kind.delta.shape[2]
+    return None
+
+
+def grown(size: Size, times: int) -> Size:
+    """The same for so many times as many samples."""
+    return replace(size, gradients=size.gradients * times, factors=size.factors * times, saved=size.saved * times)
 
 
 def choose(sizes: Mapping[str, Size], budget: float) -> dict[str, str]:

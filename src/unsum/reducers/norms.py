@@ -117,6 +117,8 @@ def by_name(names: Sequence[str], squares: Tensor) -> Tensor:
 class _NormsTap(Tap):
     """(parameters, n): squared norms."""
 
+    by_parts = True
+
     def __init__(self, reducer: Norms, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__()  # `told`: in which order norms leave
         self._to, self._names = reducer, list(parameters)

@@ -153,7 +153,7 @@ class _Projected:
 class _ProjectTap(Tap):
     """(n, K): the projections of all parameters side by side."""
 
-    inputs = 1
+    inputs, by_parts = 1, True
 
     def __init__(self, reducer: Project, k: int, seed: int, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from unsum.errors import SamplesError
+from unsum.errors import BackwardOrder, NoBackward
 from unsum.factors.factors import Factors
 from unsum.factors.stacked import Layers
 from unsum.reducers.tap import Tap
@@ -109,9 +109,10 @@ class Reduction:
     def begin(self, n: int, again: bool) -> None:
         """A backward with n samples begins."""
         if again and not self._adds:
-            raise SamplesError(
-                f"{type(self).__name__}: a second backward through the same samples; what it gives does not add up.\n"
-                "  add the losses, and call backward once"
+            raise BackwardOrder(
+                f"{type(self).__name__}: a second backward through the same samples; its numbers for the two cannot be "
+                "added up.",
+                write="(first_loss + second_loss).backward()  # once, of the sum",
             )
         if not again:
             self._sizes.append(n)
@@ -141,7 +142,10 @@ class Reduction:
 
     def _check(self) -> None:
         if not self._sizes:
-            raise SamplesError(f"{type(self).__name__}: no backward was seen, so there are no samples")
+            raise NoBackward(
+                f"{type(self).__name__}: no backward ran inside the block, so there are no samples.",
+                write="with unsum.gradients(model, reducer) as g: loss_fn(model(x), y).backward()",
+            )
 
     def _in_order(self, parts: dict[int, Tensor], dim: int = 0) -> Tensor:
         """(n, …), or n at another dimension: what each group has, in the order of the forwards; zeros where there is

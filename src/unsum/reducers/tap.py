@@ -4,11 +4,13 @@ through taps, and what becomes of them."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from unsum.reducers.holding import Size
 
 Shape = tuple[int, ...]
 
@@ -19,14 +21,23 @@ class Tap(ABC):
     taps = 1  # how many tensors leave
     inputs = 0  # how many it is given
     in_order = False  # whether what it is given goes by the order of the samples
+    calls_python = False  # whether a function runs in the middle of the backward: never in a CUDA graph
+    together = False  # whether what leaves for one parameter depends on the others: all of them are to be asked for
+    by_parts = False  # whether each part of a model with graph breaks may have one: what they receive then adds up
 
     def __init__(self) -> None:
         self.told: list[str] = []  # what there is to know of what leaves, found out while torch writes down
+        self.waits = False  # whether a backward of the block is under way, if it makes a difference
 
     @property
     @abstractmethod
     def key(self) -> Hashable:
-        """What is compiled in: another key, another compilation."""
+        """What is asked for: another key, another compilation."""
+
+    def prepare(self, sizes: Mapping[str, Size], learnt: int, n: int) -> Hashable:
+        """A call with n samples comes. `sizes`: what holding the gradients of each parameter takes, for as many samples
+        as there were when it was learnt. Returns what is chosen: another choice, another compilation."""
+        return None
 
     @abstractmethod
     def shapes(self, n: int, positions: int | None) -> list[Shape]:
@@ -47,6 +58,9 @@ class Tap(ABC):
     @abstractmethod
     def values(self, reducer: Any) -> list[Tensor]:
         """What leaves, when all factors have come to that reducer."""
+
+    def begin(self, scale: Tensor | float | None) -> None:  # noqa: B027
+        """A backward begins whose gradients are to be multiplied by this."""
 
     @abstractmethod
     def receive(self, values: Sequence[Tensor], scale: Tensor | float | None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from unsum.errors import SamplesError
+from unsum.errors import NotAvailable
 from unsum.factors.factors import Factors
 from unsum.reducers.reducer import Reading
 from unsum.reducers.tap import Shape, Tap
@@ -40,7 +40,7 @@ class TokenNorms(Reading):
         """The gradients of one parameter."""
         try:
             squares = self.read(factors)
-        except SamplesError:
+        except NotAvailable:
             self.left_out.append(name)
             return
         self.receive((name,), squares)
@@ -55,7 +55,7 @@ class TokenNorms(Reading):
 
     def tap(self, parameters: Mapping[str, nn.Parameter]) -> Tap:
         """(n, t) leave a compiled model."""
-        return _TokensTap(self)
+        return _TokensTap(self, parameters)
 
     def end(self, left: Sequence[str]) -> None:
         """The backward is over. Where the input does not tell its positions, those that most parameters have are it."""
@@ -72,14 +72,15 @@ class TokenNorms(Reading):
 
     def receive_sum(self, squares: Tensor, left_out: Sequence[str]) -> None:
         """(n, t): the sum over all parameters but those left out."""
-        self._squares[self._now] = squares
+        before = self._squares.get(self._now)  # of another part of the model, in the same backward
+        self._squares[self._now] = squares if before is None else before + squares
         self.left_out += left_out
 
     def sq_norms(self) -> Tensor:
         """(n, t)."""
         self._check()
         if not self._squares:
-            raise SamplesError("TokenNorms: no parameter has the input's positions")
+            raise _no_positions()
         longest = max(part.shape[1] for part in self._squares.values())
         pad = torch.nn.functional.pad
         return self._in_order({k: pad(part, (0, longest - part.shape[1])) for k, part in self._squares.items()})
@@ -89,20 +90,27 @@ class TokenNorms(Reading):
         return self.sq_norms().sqrt()
 
 
+def _no_positions() -> NotAvailable:
+    return NotAvailable(
+        "TokenNorms: no parameter has a gradient for each position of the input.",
+        write="with unsum.gradients(model, unsum.Norms()) as g: ...  # a norm for each sample",
+    )
+
+
 class _Tokens:
     """Adds up what has the input's positions."""
 
-    def __init__(self, t: int) -> None:
+    def __init__(self, tap: Tensor) -> None:
         self.total: Tensor | None = None
         self.left_out: list[str] = []
-        self._t = t
+        self.tap, self._t = tap, tap.shape[1]
 
     def begin(self, n: int, again: bool) -> None: ...
 
     def take(self, name: str, factors: Factors) -> None:
         try:
             squares = factors.token_sq_norms()
-        except SamplesError:
+        except NotAvailable:
             self.left_out.append(name)
             return
         if squares.shape[1] != self._t:
@@ -116,9 +124,11 @@ class _Tokens:
 class _TokensTap(Tap):
     """(n, t): squared norms of every token's part."""
 
-    def __init__(self, reducer: TokenNorms) -> None:
+    by_parts = True
+
+    def __init__(self, reducer: TokenNorms, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__()  # `told`: what is left out
-        self._to = reducer
+        self._to, self._names = reducer, frozenset(parameters)
 
     @property
     def key(self) -> Hashable:
@@ -127,20 +137,24 @@ class _TokensTap(Tap):
     def shapes(self, n: int, positions: int | None) -> list[Shape]:
         t = self._to.positions_of(positions)
         if t is None:
-            raise SamplesError("TokenNorms: the input does not tell its positions")
+            raise NotAvailable(
+                "TokenNorms: the model's input does not show how many positions a sample has.",
+                write="unsum.TokenNorms(positions=128)",
+            )
         return [(n, t)]
 
     def size(self, taps: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
         return taps[0].shape[0]
 
     def reducer(self, taps: Sequence[Tensor], inputs: Sequence[Tensor]) -> _Tokens:
-        return _Tokens(taps[0].shape[1])
+        return _Tokens(taps[0])
 
     def values(self, reducer: _Tokens) -> list[Tensor]:
-        if reducer.total is None:
-            raise SamplesError("TokenNorms: no parameter has the input's positions")
         self.told = reducer.left_out
-        return [reducer.total]
+        return [torch.zeros_like(reducer.tap) if reducer.total is None else reducer.total]
 
     def receive(self, values: Sequence[Tensor], scale: Tensor | float | None) -> None:
+        if self._names.issubset(self.told):  # what has left are zeros, which are nobody's norms
+            self._to.left_out += self.told
+            return
         self._to.receive_sum(values[0] if scale is None else values[0] * scale**2, self.told)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unsum.errors import OptionError, SamplesError, UnsupportedError
+from unsum.errors import BackwardOrder, NotAvailable, OptionError, UnsupportedError, WrongCount
 from unsum.factors.factors import Factors
 from unsum.factors.stacked import Layers
+from unsum.reducers.clipping import ClippedTap
 from unsum.reducers.holding import GRADIENTS, Size, choose, free_memory
 from unsum.reducers.norms import by_name, in_rows
 from unsum.reducers.reducer import WEIGHTED_SUM, Reduction
@@ -111,9 +112,13 @@ class WeightedSum(Reduction):
         super().begin(n, again)
         late = any(min(self._calls[self._now]) < min(calls) for calls in self._calls)
         if not self.clips and late and not again:
-            raise SamplesError(
+            raise BackwardOrder(
                 "WeightedSum(w): the weights are in the order of the forwards, and this backward comes after one of a "
-                "later forward.\n  call backward in the order of the forwards, or give a function of the norms"
+                "later forward.",
+                write=[
+                    "for x, y in batches: loss_fn(model(x), y).backward()  # backward in the order of the forwards",
+                    "unsum.WeightedSum(lambda norms: 1 / norms)  # weights as a function of the norms",
+                ],
             )
         self.weights = None
 
@@ -133,12 +138,14 @@ class WeightedSum(Reduction):
         assert isinstance(self._w, Tensor)
         w = self._w[first : first + n]
         if len(w) != n:
-            raise SamplesError(f"WeightedSum: {len(self._w)} weights for {first + n} samples or more")
+            raise _wrong_count(len(self._w), first + n, " or more")
         return w.detach()
 
     def tap(self, parameters: Mapping[str, nn.Parameter]) -> Tap | None:
-        """The sums leave a compiled model, if the weights are known before."""
-        return None if self.clips else _SumTap(self, parameters)
+        """The sums leave a compiled model."""
+        if self.clips:
+            return ClippedTap(self, parameters, self._memory, self._groups)
+        return _SumTap(self, parameters)
 
     def latest(self) -> dict[str, Tensor]:
         """{parameter: Σ w_n G_n} so far, whether there are more weights or not."""
@@ -168,18 +175,23 @@ class WeightedSum(Reduction):
     def end(self, left: Sequence[str]) -> None:
         """The backward is over: if the weights come from the norms, here they are."""
         self.unreached = list(left)
-        if not callable(self._w) or not self._squares:
+        if not self.clips or not self._squares:
             return
-        sq_norms = self._sq_norms()
-        self.weights = _checked(self._w(sq_norms.sqrt()), sq_norms)
-        self._norms[self._now] = (sq_norms if self._groups is None else sq_norms.sum(0)).sqrt()
+        weights = self.weigh(self._sq_norms())
         while self._layers:
             layers = self._layers.pop()
             self._add_layers(layers, self._weights_of(layers.names).to(layers.parameter.device))
         for name in list(self._held):  # each is let go of as soon as it is summed
-            w = self.weights if self._groups is None else self.weights[self._groups[name]]
+            w = weights if self._groups is None else weights[self._groups[name]]
             self._sum_up(name, self._held.pop(name), w)
         self._squares.clear()
+
+    def weigh(self, sq_norms: Tensor) -> Tensor:
+        """The weights that the function gives for the squared norms (n,), or (groups, n), of the backward under way."""
+        assert callable(self._w)
+        self.weights = _checked(self._w(sq_norms.sqrt()), sq_norms)
+        self._norms[self._now] = (sq_norms if self._groups is None else sq_norms.sum(0)).sqrt()
+        return self.weights
 
     def _sq_norms(self) -> Tensor:
         """(n,), or (groups, n): over the parameters of each group."""
@@ -199,8 +211,8 @@ class WeightedSum(Reduction):
     def _sum_up(self, name: str, factors: Factors, w: Tensor) -> None:
         if factors.is_changed():
             raise UnsupportedError(
-                f"{name}: a gradient was changed in place while it was held, by a hook perhaps: whose it was is lost.\n"
-                "  let the hook return a new tensor"
+                f"{name}: a gradient was changed in place (by a hook, perhaps) while WeightedSum held it.",
+                write="tensor.register_hook(lambda grad: grad * 2)  # a hook that returns a new tensor",
             )
         self.add(name, factors.weighted_sum(w))
 
@@ -208,14 +220,17 @@ class WeightedSum(Reduction):
         """{parameter: Σ w_n G_n}."""
         self._check()
         if isinstance(self._w, Tensor) and len(self._w) != sum(self._sizes):
-            raise SamplesError(f"WeightedSum: {len(self._w)} weights for {sum(self._sizes)} samples")
+            raise _wrong_count(len(self._w), sum(self._sizes))
         return self._in_models_order(self._sums)
 
     def norms(self) -> Tensor:
         """(n,): the norms that the weights come from, over all parameters."""
         self._check()
         if not self.clips:
-            raise SamplesError("WeightedSum(w): the weights were given, and no norms were computed: add unsum.Norms()")
+            raise NotAvailable(
+                "WeightedSum(w): the weights were given, so no norms were computed.",
+                write="with unsum.gradients(model, unsum.WeightedSum(w), unsum.Norms()) as g: ...  # g.norms()",
+            )
         return self._in_order(self._norms) if self._norms else torch.zeros(self.samples())
 
     def last_norms(self) -> Tensor | None:
@@ -237,10 +252,20 @@ def _checked(w: Any, norms: Tensor) -> Tensor:
     return w
 
 
+def _wrong_count(weights: int, samples: int, more: str = "") -> WrongCount:
+    return WrongCount(
+        f"WeightedSum: {weights} weights for {samples} samples{more}.",
+        write=[
+            f"unsum.WeightedSum(torch.ones({samples}))  # a weight for each sample of the block",
+            "unsum.WeightedSum(lambda norms: (1 / norms).clamp(max=1))  # weights for any number of samples",
+        ],
+    )
+
+
 class _SumTap(Tap):
     """Σ w_n G_n of every parameter, with weights that are known before."""
 
-    inputs, in_order = 1, True
+    inputs, in_order, by_parts = 1, True, True
 
     def __init__(self, reducer: WeightedSum, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__()

@@ -15,6 +15,7 @@ from unsum.seams.engine import close_block as close_block
 from unsum.seams.engine import here as here
 from unsum.seams.engine import instead_of_backward as instead_of_backward
 from unsum.seams.engine import is_alone_at_parameters as is_alone_at_parameters
+from unsum.seams.engine import is_narrow as is_narrow
 from unsum.seams.engine import none_open as none_open
 from unsum.seams.engine import open_block as open_block
 from unsum.seams.hook import Handle as Handle
@@ -35,4 +36,5 @@ from unsum.seams.tensors import TensorHook as TensorHook
 from unsum.seams.tensors import is_batched as is_batched
 from unsum.seams.tensors import on_gradient as on_gradient
 from unsum.seams.tracing import is_traced as is_traced
+from unsum.seams.tracing import refuse_capturing as refuse_capturing
 from unsum.seams.tracing import refuse_tracing as refuse_tracing

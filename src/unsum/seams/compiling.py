@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -23,6 +25,34 @@ def uses_cuda_graphs() -> bool:
     """Whether torch's own backend is set to record CUDA graphs."""
     inductor: Any = sys.modules.get("torch._inductor.config")
     return inductor is not None and bool(inductor.triton.cudagraphs)
+
+
+def call_uncompiled(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Call a module as if `module.compile()` had not been called."""
+    return module._call_impl(*args, **kwargs)
+
+
+def is_compiled_graph(node: Any) -> bool:
+    """Whether a node of the autograd graph is a whole graph that torch has compiled."""
+    return bool(node.name() == "CompiledFunctionBackward")
+
+
+def is_too_often(error: BaseException) -> bool:
+    """Whether torch refuses to compile a function once more, for other sizes or values."""
+    errors: Any = sys.modules.get("torch._dynamo.exc")
+    return errors is not None and isinstance(error, errors.FailOnRecompileLimitHit)
+
+
+def is_graph_break(error: BaseException) -> bool:
+    """Whether torch cannot compile a model as one graph."""
+    errors: Any = sys.modules.get("torch._dynamo.exc")
+    return errors is not None and isinstance(error, errors.Unsupported | errors.UserError)
+
+
+def apart() -> dict[str, Any]:
+    """An option for torch.compile: what it compiles of functions does not count for others who compile them too."""
+    known = inspect.signature(torch.compile).parameters
+    return {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
 
 
 def flattened(arguments: Any) -> tuple[list[Any], str]:
@@ -54,3 +84,66 @@ def _is_full(cell: Any) -> bool:
         return cell.cell_contents is not None
     except ValueError:
         return False
+
+
+@dataclass(frozen=True)
+class Found:
+    """A size in a graph that torch compiles: as the graph has it, and where to read it from the graph's inputs."""
+
+    value: Any  # a number, or a symbol
+    where: int | tuple[int, int]  # the number itself, or which input and which of its dimensions
+
+
+def size_among(graph: torch.fx.GraphModule, size: int) -> Found | None:
+    """The symbol for a size among those of a graph's inputs; the number itself where it has none. None if several
+    symbols stand for that number now, and it cannot be told which is meant."""
+    given = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
+    found: dict[Any, Found] = {}
+    for k, value in enumerate(given):
+        for dim, each in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            if isinstance(each, torch.SymInt) and each.node.hint == size:
+                found.setdefault(each.node.expr, Found(each, (k, dim)))
+    return next(iter(found.values()), Found(size, size)) if len(found) < 2 else None
+
+
+def with_inputs(
+    graph: torch.fx.GraphModule,
+    tensors: Sequence[tuple[Sequence[Any], torch.dtype, bool]],
+    device: torch.device,
+    taken_by: Callable[..., Any],
+) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
+    """A copy of a graph (torch reads its own once more) with further inputs: their shapes, dtypes, and whether they
+    have gradients. The function that takes them is called before all else; what it returns is the last output. Also
+    returns stand-ins for the inputs."""
+    mode: Any = torch._guards.detect_fake_mode()  # of the compilation under way
+    with mode:
+        given = [
+            torch.empty(tuple(shape), dtype=dtype, device=device, requires_grad=needs)
+            for shape, dtype, needs in tensors
+        ]
+        taken = torch.empty(1, dtype=given[0].dtype, device=device)
+    made = _copied(graph)
+    nodes = list(made.graph.nodes)
+    with made.graph.inserting_before(next(node for node in nodes if node.op != "placeholder")):
+        added = [made.graph.placeholder(f"unsum_tap_{k}") for k in range(len(given))]
+        call = made.graph.call_function(taken_by, tuple(added))
+    for node, value in zip((*added, call), (*given, taken), strict=True):
+        node.meta["example_value"] = value
+        node._dynamo_source = None  # type: ignore[attr-defined]
+    nodes[-1].args = ((*nodes[-1].args[0], call),)
+    made.recompile()
+    return made, given
+
+
+def _copied(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The same graph, with what dynamo has noted of it."""
+    whole, places = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
+    whole.output(whole.graph_copy(graph.graph, places))
+    for before, after in places.items():
+        if hasattr(before, "_dynamo_source"):
+            after._dynamo_source = before._dynamo_source  # type: ignore[attr-defined]
+    made = torch.fx.GraphModule(graph, whole)
+    for name in ("_param_name_to_source", "_source_to_user_stacks"):
+        if hasattr(graph, name):
+            setattr(made, name, getattr(graph, name))
+    return made

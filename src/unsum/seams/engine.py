@@ -29,9 +29,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from unsum.seams.modes import exactly
 from unsum.seams.modules import unwatched
+from unsum.seams.tracing import refuse_capturing
 
 _KEY = "unsum.blocks"
 _lock = threading.Lock()
@@ -58,7 +60,7 @@ class Block(Protocol):
     not care whether torch brings gradients to parameters. One whose `sets_grad_aside` is True takes every `.grad` away
     while the backward runs, and puts it back."""
 
-    def before_backward(self, call: Backward) -> Sequence[Tensor] | None:
+    def before_backward(self, call: Backward) -> Sequence[Tensor | GradientEdge] | None:
         """The leaves to which alone torch is to bring gradients, if no other block waits there; None for all."""
         ...
 
@@ -159,11 +161,13 @@ def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any,
     blocks = list(here())
     if not blocks:
         return engine(roots, *args, **kwargs)
+    refuse_capturing("backward, with a block of unsum's")
     outer = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
     adds = bool(kwargs.get("accumulate_grad", False))
     call = Backward(roots, args[0], args[3], bool(args[1]), bool(args[2]), adds)
     begun: list[Block] = []
     failed = True
+    was_narrow = is_narrow()
     _local.depth = depth = getattr(_local, "depth", 0) + 1
     if depth > 1:  # torch may run backwards inside backwards on a thread of their own, if there are many
         _stash(blocks)
@@ -174,17 +178,25 @@ def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any,
                 only = block.before_backward(call)
             if only is not None and is_alone_at_parameters(blocks):
                 args = (*args[:3], tuple(only), *args[4:])
+        _local.is_narrow = bool(args[3])
         with torch.autograd.set_multithreading_enabled(False):
             result = engine(roots, *args, **kwargs)
         failed = False
         return result
     finally:
+        _local.is_narrow = was_narrow
         _local.depth = depth - 1
         if depth > 1:
             _stash(outer)
         for block in sorted(begun, key=_sets_grad_aside):
             with exactly():
                 block.after_backward(failed=failed)
+
+
+def is_narrow() -> bool:
+    """Whether the backward that runs in this thread brings gradients to some leaves alone. Then nodes that are not on
+    its way, and are called by hand in this thread, compute nothing."""
+    return getattr(_local, "is_narrow", False)
 
 
 def _sets_grad_aside(block: Block) -> bool:

@@ -37,8 +37,9 @@ class Sharded:
 
 
 def _sharded_modules(model: nn.Module) -> Iterator[Any]:
-    """The modules on which `fully_shard` was called."""
-    if "torch.distributed.fsdp" not in sys.modules:
+    """The modules on which `fully_shard` was called. There are none without a process group: most often there is
+    none, and then the modules of the model are not gone through in every step."""
+    if "torch.distributed.fsdp" not in sys.modules or not torch.distributed.is_initialized():
         return
     from torch.distributed.fsdp import FSDPModule
 

@@ -1,4 +1,4 @@
-"""Where a hook would be baked into a trace."""
+"""Where a hook would be baked into a trace, or into a CUDA graph."""
 
 from __future__ import annotations
 
@@ -33,13 +33,34 @@ def is_traced() -> bool:
         or _jit_state() is not None
         or (_context() is not None if _guards is None else _guards.__dict__.get("tracing_context") is not None)
         or (_fx._is_fx_tracing_flag and _fx.is_fx_symbolic_tracing())
+        or is_capturing()
     )
+
+
+def is_capturing() -> bool:
+    """Whether what runs now is captured into a CUDA graph. One look at a flag where CUDA was never used."""
+    return bool(torch.cuda._initialized) and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_capturing(name: str) -> None:
+    """Raise where what runs now is captured into a CUDA graph: hooks run then, and not when the graph is replayed."""
+    if is_capturing():
+        raise UnsupportedError(
+            f"{name}: open while a CUDA graph is captured. Its replays run kernels alone and no Python: later steps "
+            "would be neither seen nor changed.",
+            write=(
+                "with unsum.gradients(model) as g: loss_fn(model(x), y).backward()  # a step outside torch.cuda.graph",
+                'model = torch.compile(model, mode="reduce-overhead")  # CUDA graphs that unsum knows of',
+            ),
+        )
 
 
 def refuse_tracing(name: str) -> None:
     """Raise where a hook would be baked into a trace, or would see tensors that mean nothing afterwards."""
     if not is_traced():
         return
+    if not _is_in_dynamo():
+        refuse_capturing(name)
     what = None
     if not _is_in_dynamo() and _is_in_functorch():
         what = "a torch.func transform (vmap, grad, jvp, ...)"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from unsum import seams
-from unsum.errors import SamplesError
+from unsum.errors import NotFinite, UnknownSamples
 from unsum.kernels.product import wide
 
 
@@ -61,9 +61,19 @@ class Arrived:
             bad = torch.where(ours.isfinite(), torch.inf, 0.0)
             missing = float(torch.where(received.isfinite(), (received - ours).abs(), bad).max())
             if missing == torch.inf:
-                raise SamplesError(f"{self._names[key]}: its gradient is not finite, and whose that is is not known")
+                raise NotFinite(
+                    "a gradient is not finite, and cannot be traced to a sample.",
+                    at=self._names[key],
+                    write="with unsum.watch(model) as w: ...  # w.last.nonfinite names the first such value",
+                )
             if not missing <= self.rounding * scale:
-                raise SamplesError(
+                raise UnknownSamples(
                     f"{self._names[key]}: part of its gradient comes from where no samples are known "
-                    f"({missing:.1e} of {scale:.1e}).\n  call what uses it as a module inside the block"
+                    f"({missing:.1e} of {scale:.1e}). A hook of yours on a tensor that is computed from the parameter "
+                    "has the same effect.",
+                    write=[
+                        "y = module(x)  # call the module that uses it, inside the block, not torch.nn.functional",
+                        f"with unsum.gradients(model, params=[p for p, _ in model.named_parameters() "
+                        f"if p != {self._names[key]!r}]) as g: ...",
+                    ],
                 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -14,6 +14,7 @@ from unsum import samples as sample_maps
 from unsum import seams
 from unsum.gathered import Gradients
 from unsum.graph.nodes import Node
+from unsum.learn.additive import Sums
 from unsum.learn.setting import Setting
 from unsum.plan.plan import Plan
 from unsum.plan.structure import sizes_of
@@ -92,6 +93,7 @@ class Step:
         self._delivery = Delivery()
         self._arrived = Arrived(setting.wanted, setting.names) if planned.is_checked else None
         self._put_back: list[tuple[nn.Parameter, Tensor | None]] = []
+        self._sums: list[Sums] = []  # of this backward, and of those that nodes run inside it
         plan, nodes = planned.plan, planned.nodes
         for reducer in options.reducers:
             if hasattr(reducer, "prepare"):
@@ -119,7 +121,9 @@ class Step:
         """What waits at the nodes of a graph: of this backward, or of one that a node runs inside it."""
         if self._arrived is not None:
             self._arrived.rounding = max(self._arrived.rounding, plan.rounding)
-        return Run(plan, nodes, self._setting, self._collector)
+        run = Run(plan, nodes, self._setting, self._collector)
+        self._sums.append(run.sums)
+        return run
 
     def begin(self, hears: Callable[[], bool]) -> frozenset[str]:
         """The user's backward begins. Returns the parameters to which torch need not bring gradients."""
@@ -142,6 +146,8 @@ class Step:
             return
         if self._arrived is not None:
             self._arrived.check(self._collector.found)
+        for sums in self._sums:
+            sums.check()
         self._collector.finish()
         self._delivery.finish()
         self._found.take_in(self._collector, self.reducing.calls, self.reducing.scale, self.reducing.unscale)
@@ -157,7 +163,7 @@ class Step:
         ):
             return frozenset()
         if not options.grad:
-            skipped = plan.spare
+            skipped = plan.free  # nodes that nothing would run then are run for themselves
         else:
             skipped = plan.cheap if any(getattr(r, "sums", False) for r in options.reducers) else frozenset()
             if [getattr(r, "wants", None) for r in options.reducers] == [SQ_NORMS] and not options.keep:
@@ -169,6 +175,11 @@ class Step:
         if not _are_listened(list(wanted.values())):
             return skipped
         return skipped.difference(self._setting.names[key] for key, p in wanted.items() if _are_listened([p]))
+
+    def not_chosen(self, parameters: Iterable[nn.Parameter]) -> frozenset[int]:
+        """The ids of parameters whose gradients nobody wants and no hook of the user's waits for."""
+        others = [p for p in parameters if id(p) not in self._setting.wanted]
+        return frozenset(id(p) for p in others if not _are_listened([p]))
 
 
 def _drop(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:

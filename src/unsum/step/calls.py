@@ -99,6 +99,10 @@ class Spans:
         self._spans.append((start, next_number(), name))
         return start
 
+    def innermost(self) -> str:
+        """The module whose call is under way."""
+        return self._open[-1][0] if self._open else ""
+
     def clear(self) -> None:
         """Forget all."""
         self._open.clear()
@@ -134,7 +138,7 @@ class Begun:
     call: int
     ways: list[Reading]  # in which it may be read
     alike: Hashable  # what such calls have in common, whatever the sizes
-    rest: tuple[Hashable, ...]  # its name and flags
+    rest: tuple[Hashable, ...]  # the purpose of its block, its name and flags
     sizes: tuple[tuple[int, ...], ...]  # of what it was given
     positions: int | None  # how many tokens each sample has, if it was given tokens
     told: Told | None  # by earlier calls: the first of the ways
@@ -142,7 +146,7 @@ class Begun:
     outputs: list[tuple[bool, ...]] = field(default_factory=list)  # which of them may have samples, read in each way
     is_whole: bool = False  # whether it has returned
 
-    def key(self, n: int | None) -> Hashable:
+    def key(self, n: int | None) -> tuple[Hashable, ...]:
         """What such calls are remembered by."""
         return *self.rest, n == 1
 

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unsum.errors import OptionError, SamplesError
+from unsum.errors import OptionError, UnknownSamples
 from unsum.factors.factors import Factors, GroupFactors
 from unsum.factors.outer import Outer
 from unsum.factors.stacked import Layers
 from unsum.factors.total import Term
 from unsum.graph.nodes import Node
+from unsum.learn.refusals import MARK
 from unsum.plan.plan import Meeting, Plan, Route
 from unsum.reducers import SQ_NORMS, Reducer
 from unsum.step.lanes import Lanes, Waiting, small
@@ -184,10 +185,11 @@ class Collector:
     def finish(self) -> None:
         """The backward is over."""
         if self._unknown:
-            raise SamplesError(
-                f"the samples of some positions are unknown at {', '.join(self._unknown)}: they got a gradient though "
-                "nothing led there when the graph was learnt (or everything there is NaN).\n"
-                "  unsum.mark_samples(losses) names them"
+            raise UnknownSamples(
+                "cannot tell which sample some positions belong to: they got a gradient now, and had none when unsum "
+                "first saw this model (or everything there is NaN).",
+                at=", ".join(self._unknown),
+                write=MARK,
             )
         for key in list(self.kinds):
             if key not in self._done:

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from unsum import samples as sample_maps
 from unsum import seams
-from unsum.errors import SamplesError
+from unsum.errors import BadSamples, UnknownSamples
 from unsum.graph.layout import Layout
 from unsum.graph.nodes import Edge, Node, is_leaf, ordered, place
 from unsum.graph.replay import nested
+from unsum.learn.refusals import MARK
 from unsum.learn.sides import Sides
 from unsum.nested import leaves, listed
 from unsum.plan import memory
@@ -33,8 +34,10 @@ class Forward:
 
     # More than twelve attributes: what is known of the calls so far, of the one under way, and of the last one, which
     # may still have to be read in another way when its graph shows how.
-    def __init__(self, names: Names, samples: sample_maps.Samples, sides: Sides, *, verify: bool) -> None:
-        self._model, self._samples, self._sides = names.model, samples, sides
+    def __init__(
+        self, names: Names, samples: sample_maps.Samples, sides: Sides, purpose: Hashable, *, verify: bool
+    ) -> None:
+        self._model, self._samples, self._sides, self._purpose = names.model, samples, sides, purpose
         self.verification = Verification(names.model, samples.owners) if verify else None
         self._modules, self._parameters = list(names.modules.values()), list(names.parameters.values())
         self.inputs = Inputs(samples)
@@ -49,7 +52,7 @@ class Forward:
         self._unsure: set[int] = set()  # calls of which that was never known
         self._doubted: dict[int, Hashable] = {}  # calls that return as many rows as another tensor has
         self._shapes = ""
-        self.watching = Watching(names.model, sides)
+        self.watching = Watching(names.model, sides, purpose)
         self._seen: Seen | None = None
         self.passes = False  # whether calls inside this one need not be told
         self._n: int | None = None
@@ -94,7 +97,7 @@ class Forward:
         dim = self._samples if isinstance(self._samples, sample_maps.Dim) else None
         k = dim.k if dim else 0
         alike = name, dim, tuple([(path, t.dim(), t.dtype) for path, t in found])
-        rest = name, dim or sample_maps.Ids, flags(self._modules, self._parameters, given)
+        rest = self._purpose, name, dim or sample_maps.Ids, flags(self._modules, self._parameters, given)
         told = told_by(self._model, alike)
         ways = readings(given, k, told)
         if dim is None:
@@ -104,13 +107,11 @@ class Forward:
 
     def look(self, name: str, args: Any, kwargs: Any) -> Look:
         """What an outermost call is like, if samples lie along a dimension of what it is given."""
-        found = list(leaves((args, kwargs)))
-        rest = flags(self._modules, self._parameters, [tensor for _, tensor in found])
         if len(self.spans) or not isinstance(self._samples, sample_maps.Dim):
             return Look(None, (), None, None)
-        begun = self._begun(name, found)
+        begun = self._begun(name, list(leaves((args, kwargs))))
         n = begun.ways[0].n if len(begun.ways) == 1 else None
-        return Look((self._samples.k, rest), begun.sizes, n, begun.positions)
+        return Look((self._samples.k, begun.rest[-1]), begun.sizes, n, begun.positions)
 
     def passed(self, outputs: Sequence[Tensor], n: int, positions: int | None) -> int:
         """A call that was not followed has returned these tensors, which have n samples each. Returns its number."""
@@ -237,9 +238,10 @@ class Forward:
         goes through say in which. Refuses by raising where they do not."""
         begun, unsure = self._undecided, self._unsure
         if unsure and not unsure.isdisjoint(self.calls.have_made(nodes)) and not self._known.has_marks(nodes):
-            raise SamplesError(
-                "cannot tell whose gradient this is: a call of the model whose inputs have different numbers of rows "
-                "came before another call.\n  call backward after each, or unsum.mark_samples(losses)"
+            raise UnknownSamples(
+                "cannot tell which samples the loss is made of: a call of the model whose inputs have different "
+                "numbers of rows came before another call.",
+                write=["for x, y in batches: loss_fn(model(*x), y).backward()  # backward after each call", MARK],
             )
         if begun is None:
             self._refuse_other_roles(roots, nodes, names)
@@ -267,10 +269,11 @@ class Forward:
         top = goes_through(roots, returned, names, self._sides.is_weight) if others else []
         if any(layout is each.owners for layout in top for each in others.values()):
             forget(self._model, self._doubted.get(next(iter(others.values())).call))
-            raise SamplesError(
-                "what the model returns has other samples than what it was given: those of another tensor than in "
-                "earlier calls (then call it again: it is read anew), or of a list.\n  unsum.mark_samples(losses) says "
-                "whose each loss is"
+            raise UnknownSamples(
+                "what the model returns has other samples than its input: those of another tensor than in earlier "
+                "calls, or of a list. Calling the model again reads its inputs anew.",
+                at=f"the model was last given {self._shapes}",
+                write=MARK,
             )
 
     def _settle(self) -> None:
@@ -310,7 +313,10 @@ class Forward:
     def mark(self, tensor: Tensor) -> None:
         """Dimension 0 of this tensor is the samples."""
         if tensor.dim() == 0:
-            raise SamplesError("mark_samples names a tensor whose dimension 0 is the samples; this one is a scalar")
+            raise BadSamples(
+                "mark_samples names a tensor whose dimension 0 is the samples; this one is a scalar.",
+                write=MARK,
+            )
         shape = tuple(tensor.shape)
         owners = self._samples.owners(shape, shape[0]) or sample_maps.Dim(0).owners(shape, shape[0])
         assert owners is not None
@@ -341,8 +347,10 @@ class Forward:
         }
 
     def mismatch(self) -> str:
-        """A line that says that `samples=` does not fit what the model was given; empty if it may."""
-        if not isinstance(self._samples, sample_maps.Ids) or not self._shapes:
-            return ""
-        said = tuple(self._samples.given.shape)
-        return f"  samples= names positions of shape {said}; the model was last given {self._shapes}\n"
+        """What the model was given, for an error; and what `samples=` says of it."""
+        if not self._shapes:
+            return "the model was not called in this block"
+        last = f"the model was last given {self._shapes}"
+        if not isinstance(self._samples, sample_maps.Ids):
+            return last
+        return f"samples= names positions of shape {tuple(self._samples.given.shape)}; {last}"

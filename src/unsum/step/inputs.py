@@ -9,11 +9,10 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from unsum.errors import SamplesError
 from unsum.graph.layout import Layout, same
 from unsum.graph.nodes import Edge, Node, is_leaf
 from unsum.graph.owners import Owners
-from unsum.learn.refusals import coincide
+from unsum.learn.refusals import coincide, given_in_a_list
 from unsum.learn.rows import Rows
 from unsum.nested import listed
 from unsum.samples import Dim, Samples
@@ -73,10 +72,7 @@ class Inputs:
             if not isinstance(self._samples, Dim) or n == items == 1:
                 return
             if items == n or not known or not in_lists.isdisjoint(known):
-                raise SamplesError(
-                    f"the model is given a list of {items} tensors: whether each is a sample, or has a row of every "
-                    "sample, cannot be told.\n  unsum.mark_samples(losses) says whose each loss is"
-                )
+                raise given_in_a_list(items)
 
     def refuse_other_dimensions(self, owned: Mapping[int, Owners], nodes: Sequence[Node], n: int) -> None:
         """Raise where only some inputs say whose a loss is, and another one says otherwise, along the dimension that is

@@ -4,7 +4,7 @@ kind, its number and a token that dies with it."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -33,6 +33,17 @@ def number(node: Node, output: int) -> Number:
     return node.name(), number_of(node), output
 
 
+def copied(tensor: Tensor) -> Iterator[Edge]:
+    """What a tensor is a copy of in another dtype, and what that is a copy of: the loss may use these."""
+    assert tensor.grad_fn is not None
+    edge: Edge = tensor.grad_fn, tensor.output_nr
+    while edge[0].name() == _CAST:
+        edge = edge[0].next_functions[0]
+        if edge[0] is None or is_leaf(edge[0]):
+            return
+        yield edge
+
+
 class KnownTensors:
     """The tensors of a block whose samples are known."""
 
@@ -44,12 +55,8 @@ class KnownTensors:
         """Remember a tensor; True if some whose graphs are gone were forgotten, as in a long block."""
         node = tensor.grad_fn
         assert node is not None
-        edge: Edge = node, tensor.output_nr
-        self._known[number(*edge)] = Known(weakref.ref(token(node)), owners, call, marked, is_listed)
-        while edge[0].name() == _CAST and not marked:  # a copy in another dtype, and the loss may use what was copied
-            edge = edge[0].next_functions[0]
-            if edge[0] is None or is_leaf(edge[0]):
-                break
+        self._known[number(node, tensor.output_nr)] = Known(weakref.ref(token(node)), owners, call, marked, is_listed)
+        for edge in () if marked else copied(tensor):
             below = Known(weakref.ref(token(edge[0])), owners, call, marked, is_listed)
             self._known.setdefault(number(*edge), below)
         if len(self._known) <= 2 * self._alive:

@@ -24,10 +24,11 @@ from unsum.factors.scale import Scale
 from unsum.factors.total import Term
 from unsum.graph.codes import TOLERANCE
 from unsum.graph.layout import NOBODY, UNSEEN, Mapped
-from unsum.graph.nodes import Node, below, is_leaf
+from unsum.graph.nodes import Node, below, is_custom, is_leaf
 from unsum.graph.replay import Grads, replay
 from unsum.graph.saved import Saved
 from unsum.kernels.product import wide
+from unsum.learn.additive import Split, Sums
 from unsum.learn.audit import shape_of
 from unsum.learn.setting import Setting
 from unsum.plan.plan import Meeting, Plan, Route
@@ -81,6 +82,7 @@ class Run:
         self._streams: dict[Node, Streams] = {}
         self._origins: dict[Node, dict[Meeting, None]] = {}  # where the streams of a node without owners met data
         self._formed: dict[int, tuple[Tensor, Tensor, dict[Meeting, None]]] = {}  # parameter, gradients, from where
+        self.sums = Sums()  # of custom Functions
         self._handles: list[seams.Handle] = []
         self._largest = 0.0  # gradient so far, where some positions were not seen: beside it, others are rounding
         self._doubts = plan.has_doubts
@@ -163,18 +165,20 @@ class Run:
                 self._largest = max(self._largest, float(torch.where(grad.isfinite(), grad.abs(), 0).max()))
             if layout is None or (isinstance(layout, Mapped) and _is_unseen(layout, grad, self._largest)):
                 self._to.unknown(node.name())
-        done = []
-        delta = grads[0]
-        if delta is not None and all(grad is None for grad in grads[1:]):
-            memo: dict[str, Any] = {}
-            wanted = [route for route in self.plan.routes.get(place, ()) if route.edge in self.plan.edges[place]]
-            done = [route.edge for route in wanted if self._apply(route, node, delta, memo)]
+        memo: dict[str, Any] = {}
+        wanted = [route for route in self.plan.routes.get(place, ()) if route.edge in self.plan.edges[place]]
+        done = [route.edge for route in wanted if self._apply(route, node, grads, memo)]
         if rest := [edge for edge in self.plan.edges[place] if edge not in done]:
             self._replay(place, grads, rest)
 
-    def _apply(self, route: Route, node: Node, delta: Tensor, memo: dict[str, Any]) -> bool:
+    def _apply(self, route: Route, node: Node, grads: Grads, memo: dict[str, Any]) -> bool:
         """A rule's factors, followed to the parameter; False if it does not hold here."""
-        call = Call(node, delta, route.by, route.shape, memo=memo)
+        delta, others = grads[0], grads[1:]
+        if route.rule.several:
+            delta = _zeros(node) if delta is None else delta
+        elif delta is None or any(grad is not None for grad in others):
+            return False
+        call = Call(node, delta, route.by, route.shape, memo=memo, others=others)
         kind = route.rule.make(call)
         if kind is None:
             return False
@@ -208,20 +212,31 @@ class Run:
     def _replay(self, place: int, grads: Grads, edges: Sequence[int]) -> None:
         node, owners = self._nodes[place], self.plan.owned[place]
         origins = {Meeting(node.name(), self.plan.modules[place], place, "replay"): None}
+        split = Split(node, self.plan.modules[place], edges) if is_custom(node) else None
         for sample in (*range(self.plan.n), NOBODY):
             part = [
                 None if g is None or layout is None else layout.only(g, sample)
                 for g, layout in zip(grads, owners, strict=True)
             ]
             if any(g is not None for g in part):
-                self._hand_on(node, sample if sample != NOBODY else SHARED, part, origins, edges)
+                results = self._hand_on(node, sample if sample != NOBODY else SHARED, part, origins, edges)
+                if split is not None:
+                    split.add(results)
+        if split is not None and place not in self.plan.hidden:
+            self.sums.add(split, grads)
 
     # ---- what belongs to nobody -----------------------------------------------------------------------------------
 
     def _passed(self, place: int, grads: Grads) -> None:
         node = self._nodes[place]
+        edges = [edge for edge, child, _ in below(node) if self._is_wanted(child)]
+        split = Split(node, "", edges) if is_custom(node) else None
         for sample, part in self._streams.pop(node, {}).items():
-            self._hand_on(node, sample, part, self._origins.get(node, {}))
+            results = self._hand_on(node, sample, part, self._origins.get(node, {}))
+            if split is not None:
+                split.add(results)
+        if split is not None:
+            self.sums.add(split, grads)
 
     def _nobodys(self, place: int, grads: Grads) -> None:
         self._hand_on(self._nodes[place], SHARED, grads, {})
@@ -233,12 +248,13 @@ class Run:
         grads: Grads,
         origins: Mapping[Meeting, None],
         edges: Sequence[int] | None = None,
-    ) -> None:
+    ) -> Grads:
         results = replay(node, grads)
         for edge, child, output in below(node):
             value = results[edge]
             if value is not None and self._is_wanted(child) and (edges is None or edge in edges):
                 self._stream(sample, value, child, output, origins)
+        return results
 
     def _stream(self, sample: int, value: Tensor, child: Node, output: int, origins: Mapping[Meeting, None]) -> None:
         """One sample's part of what flows to a parameter, or to a node on the way to one."""
@@ -262,6 +278,12 @@ class Run:
         _, values, known = self._formed[id(parameter)]
         known.update(origins)
         values[sample] += value
+
+
+def _zeros(node: Node) -> Tensor:
+    """The gradient of a node's first result, if nobody uses that."""
+    meta = outputs_of(node)[0]
+    return torch.zeros((), dtype=meta.dtype, device=meta.device).expand(tuple(meta.shape))
 
 
 def _is_unseen(layout: Mapped, grad: Tensor, largest: float) -> bool:

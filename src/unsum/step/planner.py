@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from unsum import seams
-from unsum.errors import SamplesError
+from unsum.errors import WrongCount
 from unsum.graph.layout import Layout, Regular
 from unsum.graph.nodes import Edge, Node, ordered, place
 from unsum.graph.owners import Owners
 from unsum.graph.saved import Saved
 from unsum.learn.learn import inside, learn
-from unsum.learn.refusals import unknown_samples
+from unsum.learn.refusals import MARK, unknown_samples
 from unsum.learn.setting import Setting
 from unsum.learn.sides import Sides
 from unsum.learn.state import buffers_aside
@@ -214,5 +214,8 @@ def number_of_samples(starts: Mapping[Edge, Layout]) -> int:
     """How many samples there are, by the sizes at the cut."""
     sizes = {layout.n if isinstance(layout, Regular) else int(layout.map.max()) + 1 for layout in starts.values()}
     if len(sizes) > 1:
-        raise SamplesError(f"one backward crosses forwards with different numbers of samples: {sorted(sizes)}")
+        raise WrongCount(
+            f"one backward crosses forwards with different numbers of samples: {sorted(sizes)}.",
+            write=["for x, y in batches: loss_fn(model(x), y).backward()  # a backward for each batch", MARK],
+        )
     return sizes.pop()

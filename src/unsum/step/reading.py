@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from unsum.errors import SamplesError
 from unsum.graph.layout import Layout, Regular
 from unsum.graph.nodes import Edge, Node
 from unsum.learn.cut import find_cut, parameters_met_outside
+from unsum.learn.refusals import several_numbers
 from unsum.learn.sides import counts
 from unsum.seams.nodes import outputs_of
 from unsum.travel import Journey
@@ -139,11 +139,7 @@ def chosen(
             return several[0]
         several = []
     if found or not (several or is_told):
-        raise SamplesError(
-            f"cannot tell whose gradient this is: the model was given tensors with {', '.join(map(str, numbers))} "
-            "rows, and what it returns does not say which of them are the samples.\n  unsum.mark_samples(losses) says "
-            "it, or samples=torch.arange(n)"
-        )
+        raise several_numbers(numbers)
     return 0
 
 

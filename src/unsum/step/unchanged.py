@@ -36,6 +36,6 @@ def refuse_changed(name: str, held: Sequence[tuple[Tensor, int]]) -> None:
     """Raise where what is held was changed in place since."""
     if any([version_of(tensor) != version for tensor, version in held]):  # noqa: C419
         raise UnsupportedError(
-            f"{name}: a gradient was changed in place while it was in use, by a hook perhaps: whose it was is lost.\n"
-            "  let the hook return a new tensor"
+            f"{name}: a gradient was changed in place (by a hook, perhaps) while unsum still needed it.",
+            write="tensor.register_hook(lambda grad: grad * 2)  # a hook that returns a new tensor",
         )

@@ -15,7 +15,7 @@ from unsum.learn.state import State
 from unsum.nested import leaves
 from unsum.seams.modules import without_hooks
 from unsum.seams.sharding import whole
-from unsum.step.known import Number, number
+from unsum.step.known import Number, copied, number
 
 
 class Verification:
@@ -60,6 +60,8 @@ class Verification:
         for path, tensor in leaves(output):
             if tensor.grad_fn is not None:
                 self._asked[number(tensor.grad_fn, tensor.output_nr)] = found.get(path)
+                for edge in copied(tensor):
+                    self._asked.setdefault(number(*edge), found.get(path))
 
     def refuse_mixing(self, starts: Sequence[Edge]) -> None:
         """Raise where a backward starts from outputs that mix samples, or from what could not be asked."""
@@ -73,6 +75,8 @@ class Verification:
                 )
             if (found := self._asked[key]) is not None:
                 raise InteractionError(
-                    f"samples interact: {found}, though the graph shows no trace of it (detached statistics, mixup).\n"
-                    '  without verify=True, interacting="exact" gives the derivative of each sample\'s part of the loss'
+                    f"samples interact: {found}, though the graph shows no trace of it (detached statistics, mixup; or "
+                    "dropout inside a packed sequence, whose masks move with the lengths).",
+                    write='with unsum.gradients(model, interacting="exact") as g: ...  # the derivative of each '
+                    "sample's part of the loss; without verify=True",
                 )

@@ -15,10 +15,12 @@ from unsum.plan.memory import Seen
 class Watching:
     """The watch over the calls of a block: it is turned on and off, and remembers what calls have led to."""
 
-    def __init__(self, model: nn.Module, sides: Sides) -> None:
-        self._model, self.sides = model, sides
+    def __init__(self, model: nn.Module, sides: Sides, purpose: Hashable) -> None:
+        self._model, self.sides, self._purpose = model, sides, purpose
         self._is_on = False
-        self._found: dict[int, tuple[Hashable, Hashable, Seen]] = {}  # of calls: flags, sizes, what was seen of them
+        self._found: dict[
+            int, tuple[memory.CallKey, Hashable, Seen]
+        ] = {}  # of calls: flags, sizes, what was seen of them
         self._unwatched: set[int] = set()  # calls that were not watched
 
     def turn(self, on: bool) -> None:
@@ -31,7 +33,7 @@ class Watching:
 
     def open(self) -> None:
         """A block begins. What it computes is watched until a forward is known."""
-        self.turn(not memory.is_in_a_loop(self._model))
+        self.turn(not memory.is_in_a_loop(self._model, self._purpose))
 
     def missed(self, call: int) -> None:
         """This call was not watched."""
@@ -41,16 +43,16 @@ class Watching:
         """Whether these calls were watched."""
         return self._unwatched.isdisjoint(calls)
 
-    def note(self, call: int, key: Hashable, sizes: Hashable, seen: Seen) -> None:
+    def note(self, call: int, key: memory.CallKey, sizes: Hashable, seen: Seen) -> None:
         """What a call was like, and what was seen of it."""
         self._found[call] = key, sizes, seen
 
     def led_to(self, structure: Hashable | None, calls: Collection[int]) -> None:
         """The graph of these calls has this structure; None if it cannot be remembered."""
         for call in calls:
-            key, sizes, seen = self._found.get(call, (None, None, None))
-            if seen is None:
+            if call not in self._found:
                 continue
+            key, sizes, seen = self._found[call]
             if structure is None:
                 memory.forget_call(self._model, key)
             else:

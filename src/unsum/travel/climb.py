@@ -15,6 +15,7 @@ from unsum.graph.nodes import Edge, Node, below, is_leaf, signed
 from unsum.seams.nodes import outputs_of, saved_of
 from unsum.travel.table import SILENT, Answer, Journey, down, entry, start
 from unsum.travel.values import ask
+from unsum.travel.walk import is_alone
 
 
 def climb(order: Sequence[Node], seeds: Mapping[Edge, Layout], n: int) -> dict[Edge, Layout]:
@@ -41,7 +42,7 @@ def _above(
     """The one layout of a result from which those of the arguments follow."""
     if 0 in shape:
         return Mapped(torch.zeros((), dtype=torch.int32), shape, is_whole=True)  # of no numbers, all are anybody's
-    if journey.n == 1:
+    if is_alone([layout for _, layout in below_it], journey.n):
         return Regular(shape, 1, 0, shape[0]) if shape and 0 not in shape else None
     fitting: list[Layout] = []
     for layout in _candidates(node, output, shape, below_it, journey.n):

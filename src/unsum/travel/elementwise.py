@@ -77,8 +77,12 @@ def permute(at: At) -> Layout | Answer:
     lead = layout.map.dim()
     if order[:lead] == list(range(lead)):
         return at.same()
-    owner = layout.beside(layout.map).expand(at.shape)
-    return Mapped(_inverse(owner, order), (), layout.is_whole)
+    owner = _inverse(layout.beside(layout.map).expand(at.shape), order)
+    kept = max(order[k] for k in range(lead)) + 1  # behind it, the sample changes along no dimension
+    for _ in order[kept:]:
+        owner = owner.select(-1, 0)
+    found = Mapped(owner, at.arg[kept:], layout.is_whole)
+    return found.narrowed() if owner.device.type == "cpu" else found
 
 
 def _inverse(owner: Tensor, order: list[int]) -> Tensor:

@@ -16,6 +16,13 @@ def mm(at: At) -> Layout | Answer:
     return _kept(at, edge)
 
 
+@travels("matmul_with_hp_or_float8_args mx_mm")
+def float8(at: At) -> Layout | Answer:
+    """(…, k) times a matrix, in float8."""
+    is_row = len(at.shape) - 1 not in at.varies
+    return (at.same() if at.edge == 0 else MIXED) if is_row else SILENT
+
+
 @travels("Bmm Baddbmm")
 def bmm(at: At) -> Layout | Answer:
     """(b, rows, k) @ (b, k, columns)."""

@@ -17,6 +17,7 @@ from torch.autograd.function import BackwardCFunction
 
 from unsum.graph.layout import Layout, Mapped, Regular, along, merged
 from unsum.graph.nodes import Node, is_custom, signed
+from unsum.graph.rounded import rounding_of
 from unsum.seams.nodes import saved_of
 
 Shape = tuple[int, ...]
@@ -76,6 +77,8 @@ class At:
     def same(self) -> Layout | Answer:
         """The argument has its samples where the result has them."""
         layout, arg = self.layout, self.arg
+        if arg == self.shape:
+            return layout
         if isinstance(layout, Regular):
             fits = layout.dim < len(arg) and arg[layout.dim] == self.shape[layout.dim]
             return Regular(arg, layout.n, layout.dim, layout.block) if fits else SILENT
@@ -92,7 +95,8 @@ class At:
         if isinstance(layout, Regular):
             fits = 0 <= dim < len(self.arg) and self.arg[dim] == layout.shape[layout.dim]
             return Regular(self.arg, layout.n, dim, layout.block) if fits else SILENT
-        return self.by_rows(layout.map, dim) if layout.map.dim() == 1 else SILENT
+        rows = self.rows(layout)
+        return SILENT if rows is None else self.by_rows(rows[1], dim)
 
     def by_rows(self, rows: Tensor, dim: int) -> Layout | Answer:
         """The argument's samples along a dimension, as a vector of owners."""
@@ -104,7 +108,17 @@ class At:
         layout = self.layout if layout is None else layout
         if isinstance(layout, Regular):
             return layout.dim, layout.along().int()
-        return (0, layout.map) if layout.map.dim() == 1 else None
+        map_ = layout.map
+        if map_.dim() == 1:
+            return 0, map_
+        # One owner after the other along one dimension, the same along all others: those take no step in memory, or
+        # they are looked at.
+        steps = [d for d in range(map_.dim()) if map_.stride(d) and map_.shape[d] > 1]
+        if len(steps) > 1 and (map_.device.type == "cpu" or self.journey.expected is None):
+            steps = [d for d in steps if not bool((map_ == map_.narrow(d, 0, 1)).all())]
+        if len(steps) != 1 or not map_.numel():
+            return None
+        return steps[0], map_[tuple(slice(None) if d == steps[0] else 0 for d in range(map_.dim()))]
 
 
 Travel = Callable[[At], "Layout | Answer"]
@@ -149,7 +163,7 @@ def down(at: At, edge: int, shape: Shape) -> Layout | Answer:
     layout = at.layout
     if isinstance(layout, Mapped) and not layout.map.dim() and all(out is None or out is layout for out in at.outs):
         return replace(layout, behind=shape)  # all of it is one sample's, and so is what comes of it
-    if isinstance(node, BackwardCFunction):
+    if isinstance(node, BackwardCFunction) and not rounding_of(node):
         if is_custom(node):
             return SILENT
         passed = at.outs[edge - len(node.next_functions)]  # FSDP's own, which hands on each gradient as it is

@@ -20,6 +20,7 @@ from unsum.graph.layout import UNSEEN, Layout, Mapped, Regular
 from unsum.graph.nodes import Node
 from unsum.graph.owners import Owners, hidden_owners, in_range, refuse_changing
 from unsum.graph.replay import Grads, Heard, replay
+from unsum.graph.rounded import rounding_of
 from unsum.seams.nodes import outputs_of, saved_or
 from unsum.travel.table import MIXED, Answer
 
@@ -143,7 +144,7 @@ class Claims:
             off, size = (other - one * self.of(layout, one)), other
             norms = torch.stack([torch.linalg.vector_norm(each.flatten()).double() for each in (off, size)])
             dtypes = (one.dtype, *(meta.dtype for meta in outputs_of(node)))
-            self._said.append((node, max(_LOOSE.get(dtype, 1e-1) for dtype in dtypes)))
+            self._said.append((node, max(rounding_of(node), *(_LOOSE.get(dtype, 1e-1) for dtype in dtypes))))
             self._off.append(norms.real)
         return plain, list(after)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from unsum.graph.layout import Layout, Mapped, Regular, complete
+from unsum.graph.layout import NOBODY, Layout, Mapped, Regular, complete
 from unsum.graph.nodes import Edge, Node, is_custom, is_leaf
 from unsum.graph.owners import Owners
+from unsum.graph.rounded import rounding_of, scales_by_batch
 from unsum.seams.nodes import outputs_of, saved_or
 from unsum.travel.table import MIXED, SILENT, Answer, Journey, down, start
 from unsum.travel.values import ask
@@ -34,9 +35,11 @@ def walk(
     journey: Journey,
     is_data: Callable[[Node], bool],
     silent: Collection[Node] = (),
+    has_rows: Callable[[Node], bool] = lambda node: False,
 ) -> Walked:
-    """The owners of the nodes in `order`. At the `silent` ones values decide, as where the table says nothing."""
-    found, n = Walked(), journey.n
+    """The owners of the nodes in `order`. At the `silent` ones values decide, as where the table says nothing.
+    `has_rows`: whether rows of an input lie below a node, of which nothing else says that it is data."""
+    found, n, alone = Walked(), journey.n, is_alone(starts.values(), journey.n)
     arriving: dict[Node, Owners | None] = {}  # None: mixed
     for (node, output), layout in starts.items():
         _arrive(arriving, node, output, layout, journey)
@@ -49,7 +52,7 @@ def walk(
             for _, child, _ in edges:
                 arriving[child] = None
             continue
-        if n > 1 and mixes(node, outs, journey):
+        if not alone and mixes(node, outs, journey):
             found.mixing.setdefault(node, node)
         at = start(node, outs, journey)
         answers: list[Layout | Answer | None] = [None] * len(node.next_functions)
@@ -57,14 +60,16 @@ def walk(
         for k, child, output in edges:
             if not is_leaf(child):
                 shape = tuple(outputs_of(child)[output].shape)
-                answer = _alone(shape, is_data(child)) if n == 1 else SILENT if at is None else down(at, k, shape)
+                answer = _alone(shape, is_data(child)) if alone else SILENT if at is None else down(at, k, shape)
                 answers[k] = answer
                 must_ask = must_ask or answer is SILENT
-        if must_ask or is_custom(node):
+        if must_ask or (is_custom(node) and not rounding_of(node)):
             found.asked[node] = None
             values, hidden = ask(node, outs, n)
+            if is_custom(node):
+                values = [MIXED if isinstance(each, Mapped) and _lost(each, outs) else each for each in values]
             answers = [
-                value if n > 1 or answer is None else answer for value, answer in zip(values, answers, strict=True)
+                answer if alone and answer is not None else value for value, answer in zip(values, answers, strict=True)
             ]
             if hidden:
                 found.hidden[node] = hidden
@@ -76,7 +81,7 @@ def walk(
             told = answers[k]
             if told is None or is_leaf(child):
                 continue
-            if isinstance(told, Mapped) and not is_data(child):
+            if isinstance(told, Mapped) and not is_data(child) and not has_rows(child):
                 told = MIXED  # each expert may have had one sample's tokens
             if isinstance(told, Answer) or not _arrive(arriving, child, output, told, journey):
                 arriving[child] = None
@@ -98,13 +103,15 @@ def may_mix(node: Node) -> bool:
     """Whether `mixes` has to look at a node in every batch."""
     name = node.name()
     is_wide = name.startswith(WIDE) and node.next_functions[0][0] is None
-    return is_wide or "BatchNorm" in name or name.startswith("Embedding")
+    return is_wide or "BatchNorm" in name or name.startswith("Embedding") or bool(rounding_of(node))
 
 
 def mixes(node: Node, outs: Owners, journey: Journey) -> bool:
     """Whether values mix whatever the gradients do: batch norm in training, counts of ids over the batch, samples along
-    a dimension of a raw input that a layer sees as a whole."""
+    a dimension of a raw input that a layer sees as a whole, float8 with one scale for the batch."""
     name = node.name()
+    if rounding_of(node):
+        return scales_by_batch(node)
     if name.startswith(WIDE) and node.next_functions[0][0] is None:
         given, at = saved_or(node, "input", None), start(node, outs, journey)
         if at is None or given is None or (given.dim() < 3 and "Rnn" in name):
@@ -116,6 +123,11 @@ def mixes(node: Node, outs: Owners, journey: Journey) -> bool:
         out = outs[0]
         return bool(saved_or(node, "training", True)) and not (isinstance(out, Regular) and out.dim == 1)
     return name.startswith("Embedding") and bool(saved_or(node, "scale_grad_by_freq", False))
+
+
+def is_alone(starts: Iterable[Layout], n: int) -> bool:
+    """Whether there is one sample, and all data is its own: no row belongs to nobody."""
+    return n == 1 and all(isinstance(each, Regular) or each.is_whole for each in starts)
 
 
 def _alone(shape: tuple[int, ...], is_data: bool) -> Layout | Answer:
@@ -140,6 +152,16 @@ def _arrive(arriving: dict[Node, Owners | None], node: Node, output: int, layout
         return False
     outs[output] = both
     return True
+
+
+def _lost(layout: Mapped, outs: Owners) -> bool:
+    """Whether samples have become nobody: a custom Function that clips or rounds each number gives the same whatever
+    its gradient is multiplied with."""
+    if not bool((layout.map == NOBODY).any()):
+        return False
+    known = [out for out in outs if out is not None]
+    some = [isinstance(out, Mapped) and bool((out.map == NOBODY).any()) for out in known]
+    return not any(some) or not bool((layout.map >= 0).any())
 
 
 def filled(outs: Owners | None, journey: Journey) -> Owners | None:
