@@ -3,11 +3,13 @@
 import gc
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
 import unsum
 from drawn import SVG, Deep, Drawn, article, draw, groups, in_graph
+from unsum.flow.trace import Event, Trace
 
 
 def test_captures_edits_the_cut_and_meetings_are_shown_where_they_act():
@@ -39,10 +41,14 @@ def test_sites_of_repeated_blocks_keep_them_together_unless_they_differ():
     model, x = Deep(5), torch.randn(3, 4)
     with unsum.capture(model, "blocks.*.up:output") as got:
         loss = model(x).sum()
-    assert groups(draw(loss, model, show=[got]))["blocks.0"].get("data-times") == "5"
+    others = groups(draw(loss, model, show=[got]))["blocks.1"]
+    assert (others.get("data-times"), others.get("data-like")) == ("4", "blocks.0")
     with unsum.capture(model, "blocks.3.up:output") as one:
         loss = model(x).sum()
-    assert groups(draw(loss, model, show=one, fold=1))["blocks.0"].get("data-times") == "3"
+    found = groups(draw(loss, model, show=one, fold=1))
+    assert {n: (g.get("data-times"), g.get("data-like")) for n, g in found.items() if n.startswith("blocks")} == {
+        "blocks.0": (None, None), "blocks.1": ("2", "blocks.0"), "blocks.3": (None, None), "blocks.4": (None, None),
+    }  # fmt: skip
 
 
 def test_notes_in_the_graph_let_it_go():
@@ -76,7 +82,7 @@ def test_a_trace_is_a_time_line_in_the_order_of_its_events(tmp_path):
 
 
 def test_a_long_trace_goes_on_below_and_can_be_read():
-    model, x = nn.Sequential(*[nn.Linear(4, 4) for _ in range(30)]), torch.randn(2, 4)
+    model, x = nn.Sequential(*[nn.Linear(4 + k, 5 + k) for k in range(30)]), torch.randn(2, 4)
     with unsum.capture(model, "*:input", "*:output", "*:grad_output", missing="ignore") as got:
         model(x).sum().backward()
     picture = got.trace().picture()
@@ -88,6 +94,53 @@ def test_a_long_trace_goes_on_below_and_can_be_read():
     rows = [k for k in range(1, len(places)) if places[k][1] < places[k - 1][1]]  # where it goes on below
     assert rows and all(places[k][0] > max(y for y, _ in places[:k]) for k in rows)
     assert "max-width: none !important" in picture.html and "overflow-x: auto" in picture.html
+
+
+def test_a_trace_shows_the_first_of_repeated_blocks_and_the_others_as_one():
+    model, x = Deep(12), torch.randn(3, 4)
+    with unsum.capture(model, "blocks.*.up:output", "blocks.*.up:grad_output", "head:output") as got:
+        model(x).sum().backward()
+    drawn = Drawn(got.trace().picture())
+    events = [(g.get("data-site"), g.get("data-times")) for g in drawn.all(role="event")]
+    assert events == [
+        ("blocks.0.up:output", None), ("blocks.1.up:output", "11"), ("head:output", None),
+        ("blocks.11.up:grad_output", "11"), ("blocks.0.up:grad_output", None),
+    ]  # fmt: skip
+    assert [g.get("data-name") for g in drawn.all(role="lane")] == ["blocks.0.up", "blocks.1 … 11.up", "head"]
+    assert len(got.trace()) == 25
+
+
+def event(site, shape=(2, 3)):
+    return Event(site, 0, None, shape, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("sites", "lanes"),
+    [
+        (["a.0:output", "a.1:output"], ["a.0", "a.1"]),
+        ([f"a.{k}:{kind}" for k in range(4) for kind in ("input", "output")], ["a.0", "a.1 … 3"]),
+        ([f"a.{k}:{'input' if k == 2 else 'output'}" for k in range(5)], [f"a.{k}" for k in range(5)]),
+        (["a.0:output", "a.1:output", "a.3:output"], ["a.0", "a.1", "a.3"]),
+        (["a.0:output", "b:output", "a.1:output", "a.2:output"], ["a.0", "b", "a.1", "a.2"]),
+        (
+            [f"a.{k}.e.{j}:output" for k in range(3) for j in range(4)],
+            ["a.0.e.0", "a.0.e.1 … 3", "a.1, 2.e.0", "a.1, 2.e.1 … 3"],
+        ),
+    ],
+    ids=["two", "in turn", "one differs", "one is missing", "not one after the other", "in each other"],
+)
+def test_only_blocks_in_a_row_with_the_same_events_share_a_lane(sites, lanes):
+    drawn = Drawn(Trace([event(site) for site in sites]).picture())
+    assert [g.get("data-name") for g in drawn.all(role="lane")] == lanes
+    assert sum(int(g.get("data-times", "1")) for g in drawn.all(role="event")) == len(sites)
+
+
+def test_two_lanes_are_never_written_alike():
+    long = "base_model.model." + "encoder." * 12
+    names = [f"{long}layers.{k}.{'attention.' * 3}projection.default" for k in (0, 3, 10)]
+    drawn = Drawn(Trace([event(f"{name}:output") for name in names]).picture())
+    written = ["".join(g.find(f"{SVG}text").itertext()) for g in drawn.all(role="lane")]
+    assert len(set(written)) == 3
 
 
 def test_an_empty_trace_draws_itself():

@@ -85,7 +85,7 @@ def test_a_plain_copy_of_data_is_found_but_not_one_that_proves_nothing():
 def test_a_second_use_that_leaves_no_trace_is_told_of():
     model, x = nn.Linear(4, 4), torch.randn(3, 4)
     drawn = draw((x + model(x)).square().sum(), model, {"x": x})
-    assert data_arrows(drawn) == [("x", "addmm")] and "x may also enter at add: it keeps no data" in drawn.notes()
+    assert data_arrows(drawn) == [("x", "addmm")] and "x may also enter at +: it keeps no data" in drawn.notes()
     model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 4))
     assert "x may also enter at sub" in draw((model(x) - x).square().sum(), model, {"x": x}).notes()
     assert "may also" not in draw(model(x).square().sum(), model, {"x": x}).notes()

@@ -1,4 +1,4 @@
-"""A picture folds modules into groups, draws repeated blocks once, and lays them out from top to bottom."""
+"""A picture folds modules into groups, opens the first of repeated blocks, and lays them out from top to bottom."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import unsum
-from drawn import Deep, article, downwards, draw, groups
+from drawn import SVG, Deep, article, downwards, draw, groups
 from unsum.errors import OptionError
 
 
@@ -35,19 +35,22 @@ def test_a_cnn_is_grouped_by_its_layers_without_circles():
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10),
     )  # fmt: skip
     x, target = torch.randn(2, 3, 16, 16), torch.tensor([1, 2])
-    drawn = draw(F.cross_entropy(model(x), target), model, {"x": x, "target": target})
+    drawn = draw(F.cross_entropy(model(x), target), model, {"x": x, "target": target}, fold=99)
     kinds = {name: g.get("data-type") for name, g in groups(drawn).items()}
     assert kinds["2"] == "ReLU" and kinds["3"] == "MaxPool2d" and kinds["6"] == "AdaptiveAvgPool2d"
     assert set(drawn.tensors("parameter")) == set(dict(model.named_parameters()))
     downwards(drawn)
 
 
-def test_repeated_blocks_are_drawn_once_with_how_many_there_are():
+def test_the_first_of_repeated_blocks_is_open_and_the_others_are_one_box():
     model, x = Deep(200), torch.randn(3, 4)
     drawn = draw(model(x).sum(), model, {"x": x})
     found = groups(drawn)
-    assert found["blocks.0"].get("data-times") == "200" and found["blocks.0"].get("data-tensors") == "1200"
-    assert "blocks.1" not in found and "×200" in drawn.picture.svg
+    first, others = found["blocks.0"], found["blocks.1"]
+    assert (first.get("data-folded"), first.get("data-times"), first.get("data-tensors")) == ("false", None, "6")
+    assert (others.get("data-folded"), others.get("data-times"), others.get("data-tensors")) == ("true", "199", "1194")
+    assert "blocks.2" not in found
+    assert {"blocks.1 … blocks.199", "199 × Block, like blocks.0"} < {"".join(t.itertext()) for t in others}
     apart = groups(draw(model(x).sum(), model, {"x": x}, repeat=False))
     assert {f"blocks.{k}" for k in range(200)} < set(apart)
 
@@ -66,8 +69,8 @@ def test_parameters_are_numbers_and_tensors_are_tensors():
     assert f"{numbers:,} parameters" in "".join(groups(folded)[""].itertext())
     assert f"{numbers:,} parameters in {tensors} tensors" in groups(folded)[""].get("aria-label")
     blocks = groups(draw(model(x).sum(), model, fold=1))
-    own = sum(p.numel() for p in model.blocks[3:].parameters())
-    assert blocks["blocks.3"].get("data-parameters") == str(own)
+    own = sum(p.numel() for p in model.blocks[4:].parameters())
+    assert blocks["blocks.4"].get("data-parameters") == str(own)
     one = nn.Linear(1, 1, bias=False)
     assert "1 parameter in 1 tensor," in repr(unsum.draw(one(torch.ones(1, 1)).sum(), one))
 
@@ -75,37 +78,42 @@ def test_parameters_are_numbers_and_tensors_are_tensors():
 def test_a_block_that_differs_is_drawn_by_itself():
     model, x = Deep(6), torch.randn(3, 4)
     model.blocks[2].up.weight.requires_grad_(False)
-    times = {n: g.get("data-times") for n, g in groups(draw(model(x).sum(), model, fold=1)).items()}
-    assert (times["blocks.0"], times["blocks.2"], times["blocks.3"]) == ("2", None, "3")
+    found = groups(draw(model(x).sum(), model, fold=1))
+    assert {n: (g.get("data-times"), g.get("data-like")) for n, g in found.items() if n.startswith("blocks")} == {
+        "blocks.0": (None, None), "blocks.1": (None, "blocks.0"), "blocks.2": (None, None), "blocks.3": (None, None),
+        "blocks.4": ("2", "blocks.3"),
+    }  # fmt: skip
 
 
-def test_layers_that_repeat_in_turn_are_drawn_once():
+def test_layers_that_repeat_in_turn_are_drawn_as_one():
     layers = [layer for _ in range(50) for layer in (nn.Linear(4, 4), nn.ReLU())]
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), *layers), torch.randn(3, 4, requires_grad=True)
     drawn = draw(model(x).sum(), model, {"x": x})
     # The first is apart: the gradient that it hands to x is stored.
-    assert "50" in {g.get("data-times") for g in groups(drawn).values()}
+    assert "49" in {g.get("data-times") for g in groups(drawn).values()}
 
 
 def test_residual_sums_belong_to_their_block_in_all_of_them():
     model, x = Deep(4), torch.randn(3, 4)
     drawn = draw(model(x).sum(), model, {"x": x}, fold=99)
-    assert groups(drawn)["blocks.0"].get("data-times") == "4"
-    adds = [g for g in drawn.all(role="operation") if g.get("data-name") == "add"]
-    assert [g.get("data-times") for g in adds] == ["4"]
+    assert groups(drawn)["blocks.1"].get("data-times") == "3"
+    assert len([g for g in drawn.all(role="operation") if g.get("data-name") == "add"]) == 1
     downwards(drawn)
 
 
-def test_gpt2_small_folds_to_one_screen():
+def test_gpt2_small_shows_one_of_its_blocks():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config())
     ids = torch.randint(0, 50000, (2, 8))
     loss = model(ids, labels=ids).loss
     drawn = draw(loss, model, {"ids": ids})
-    assert groups(drawn)["transformer.h.0"].get("data-times") == "12" and "×12" in drawn.picture.svg
+    found = groups(drawn)
+    assert {n for n, g in found.items() if g.get("data-folded") == "false"} == {"", "transformer", "transformer.h.0"}
+    assert {f"transformer.h.0.{name}" for name in ("ln_1", "attn", "ln_2", "mlp")} < set(found)
+    assert found["transformer.h.1"].get("data-times") == "11"
     wide, tall = (float(n) for n in drawn.root.get("viewBox").split()[2:])
-    assert wide <= 1440 and tall <= 900 / 0.8
+    assert wide <= 800 and tall <= 2400
     tied = drawn.tensors("parameter")["transformer.wte.weight"]
     assert tied.get("data-gradient") == "stored" and drawn.landing("transformer.wte.weight") == ["stored", "stored"]
     everything = draw(loss, model, {"ids": ids}, fold=99, repeat=False)
@@ -198,13 +206,133 @@ def test_a_glob_that_fits_nothing_is_told_what_there_is():
         unsum.draw(loss, fold="zzz")
 
 
-def test_arrows_do_not_run_through_the_names_of_frames():
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2, self.act = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()
+
+    def forward(self, x):
+        return self.act(x + self.conv2(self.act(self.conv1(x))))
+
+
+def sources(drawn, name):
+    """For each operation of this name, the keys of the tensors that go into it."""
+    keys = [g.get("data-key") for g in drawn.all(role="operation") if g.get("data-name") == name]
+    return [
+        [g.get("data-tensor") for g in drawn.all(direction="forward") if g.get("data-operation") == key] for key in keys
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        (nn.Sequential(nn.Conv2d(3, 4, 3), *(Residual() for _ in range(5))), torch.randn(2, 3, 8, 8)),
+        (Deep(5), torch.randn(3, 4)),
+        (
+            nn.Sequential(
+                nn.Linear(4, 8),
+                nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 4),
+                nn.Linear(8, 2),
+            ),
+            torch.randn(2, 3, 4),
+        ),
+    ],
+    ids=["ResNet", "MLP with skips", "transformer"],
+)
+def test_a_skip_is_an_arrow_around_the_open_block_into_the_plus(model, x):
+    drawn = draw(model(x).mean(), model, {"x": x})
+    into = sources(drawn, "add")
+    plus = {g.get("data-key"): g.find(f"{SVG}text").text for g in drawn.all(role="operation", name="add")}
+    elsewhere = {g.get("data-tensor") for g in drawn.all(direction="forward") if g.get("data-operation") not in plus}
+    assert set(plus.values()) == {"+"}
+    assert into and all(len(tensors) == 2 and elsewhere & set(tensors) for tensors in into)
+
+
+def legend(drawn):
+    (found,) = drawn.all(role="legend")
+    return {"".join(t.itertext()) for t in found.findall(f"{SVG}text")}
+
+
+def test_the_legend_lists_what_is_drawn_and_nothing_else():
     model, x, y, loss = article()
-    drawn = draw(loss, model, {"x": x, "y": y})
-    everything = list(drawn.root.iter())
-    plates = [k for k, e in enumerate(everything) if e.get("class") == "plate"]
-    arrows = [k for k, e in enumerate(everything) if "backward" in (e.get("class") or "").split()]
-    names = [k for k, e in enumerate(everything) if e.get("class") == "name"]
-    in_picture = [k for k in arrows if k < names[0]]
-    assert len(plates) == len(names) == 3 and max(in_picture) < min(plates)
-    assert all(everything[plate + 1].get("class") == "name" for plate in plates)
+    named = {"data", "parameter", "computed", "forward", "gradient, stored", "gradient, thrown away"}
+    assert legend(draw(loss, model, {"x": x, "y": y})) == named
+    assert legend(draw(loss, model)) == named - {"data"}
+    folded = {"computed", "module with parameters, folded", "forward", "gradient, thrown away"}
+    assert legend(draw(loss, model, fold=0)) == folded
+    loss.backward()
+    sizes = {"grad 12", "size of the gradient stored for the parameters"}
+    assert legend(draw(loss, model, fold=0)) == folded | sizes
+
+
+class Attention(nn.Module):
+    def __init__(self, eager):
+        super().__init__()
+        self.qkv, self.proj, self.drop, self.eager = nn.Linear(8, 24), nn.Linear(8, 8), nn.Dropout(0.5), eager
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        if self.eager:
+            y = (q @ k.transpose(-1, -2) * 0.5).softmax(-1) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(self.drop(y.transpose(1, 2).reshape(x.shape)))
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["fused", "eager"])
+def test_queries_keys_values_and_dropout_have_the_names_that_readers_know(eager):
+    torch.manual_seed(0)
+    model, x = Attention(eager), torch.randn(2, 5, 8)
+    drawn = draw(model(x).sum(), model, {"x": x}, fold=99)
+    (split,) = drawn.all(role="operation", name="unbind")
+    made = f"t{split.get('data-key')[1:]}."
+    names = [g.find(f"{SVG}text").text for g in drawn.all(role="intermediate") if g.get("data-key").startswith(made)]
+    assert sorted(names) == ["k", "q", "v"]
+    pills = {g.find(f"{SVG}text").text for g in drawn.all(role="operation")}
+    assert {"linear", "drop", *(("matmul", "softmax") if eager else ("attention",))} <= pills
+    assert not pills & {"addmm", "bmm", "view", "transpose", "permute"} and ("mul" in pills) == eager
+
+
+def test_a_product_with_numbers_of_ones_own_is_no_dropout():
+    model, x = nn.Linear(8, 8), torch.randn(2, 8)
+    mask = (torch.arange(16).reshape(2, 8) % 2).float()
+    for factor in (mask, torch.rand(2, 8) + 1, torch.full((2, 8), 2.0)):
+        assert "dropout" not in {g.get("data-name") for g in draw((model(x) * factor).sum(), model).all()}
+
+
+def test_the_statistics_of_a_normalization_are_in_it():
+    class RMSNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+    model, x = nn.Sequential(nn.Linear(4, 8), RMSNorm(), nn.Linear(8, 2)), torch.randn(3, 4)
+    drawn = draw(model(x).sum(), model, {"x": x}, fold=1)
+    assert [g.get("data-name") for g in drawn.all(role="operation")] == ["sum"]
+    assert set(groups(drawn)) == {"", "0", "1", "2"}
+
+
+def test_a_shared_table_is_looked_up_in_the_module_that_does_it():
+    class Half(nn.Module):
+        def __init__(self, embed):
+            super().__init__()
+            self.embed, self.mix = embed, nn.Linear(8, 8)
+
+        def forward(self, ids, given=0):
+            return self.mix(self.embed(ids) + given)
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            shared = nn.Embedding(9, 8)
+            self.encoder, self.decoder = Half(shared), Half(shared)
+
+        def forward(self, ids):
+            return self.decoder(ids, self.encoder(ids))
+
+    model, ids = Both(), torch.randint(9, (2, 3))
+    found = groups(draw(model(ids).sum(), model, {"ids": ids}, fold=2))
+    assert {"encoder.embed", "encoder.mix", "decoder.embed", "decoder.mix"} < set(found)

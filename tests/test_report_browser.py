@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import unsum
-from report_nets import IDS, Sequences, next_token
+from report_nets import IDS, Sequences, batch, net, next_token, squares
 
 api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: no browser to try the page in")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -17,6 +17,23 @@ pytestmark = [
     pytest.mark.xdist_group("browser"),  # one browser, one process
 ]
 SHOTS = Path(__file__).parent.parent / "build" / "screenshots"
+
+
+class Deep(nn.Module):
+    """Blocks with names of many lengths, whose gradients fade."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a_very_long_name_of_an_embedding = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8)) for _ in range(9))
+        self.a_very_long_name_of_a_head = nn.Linear(8, 11)
+
+    def forward(self, ids):
+        x = self.a_very_long_name_of_an_embedding(ids)
+        for block in self.blocks:
+            x = block(x) * 0.3
+        return self.a_very_long_name_of_a_head(x)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +48,9 @@ def report_path(tmp_path_factory):
     healthy = path.with_name("healthy.html")
     unsum.report(model, next_token, ids, path, text=text)
     unsum.report(Sequences(), next_token, ids, healthy, text=text)
-    return healthy, path
+    deep = path.with_name("deep.html")
+    unsum.report(Deep(), next_token, ids, deep, text=text)
+    return healthy, path, deep
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +110,7 @@ def test_the_picture_folds(open_page, report_path):
     page.locator("#picture summary", has_text="Fold and unfold").click()
     inside = page.frame_locator("#picture iframe")
     group = lambda folded: inside.locator(f"[data-role=group][data-name=mix][data-folded={folded}]")
+    inside.locator("[data-role=group][data-name=mix]").first.wait_for()  # the frame is filled when it is opened
     first = "true" if group("true").count() else "false"
     other = {"true": "false", "false": "true"}[first]
     group(first).first.press("Enter")
@@ -198,14 +218,94 @@ def test_sections_fold(open_page, report_path):
     assert not table.is_visible()
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["healthy", "with NaN"])
-def test_on_a_phone_only_tables_scroll_sideways(open_page, report_path, which):
-    page = open_page(report_path[which], viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+def open_all(page):
     folded = page.locator("details.section:not([open]) > summary")
     while folded.count():
         folded.first.click()
-    assert page.evaluate("document.documentElement.scrollWidth") == 390
-    shot(page, f"report_phone_{which}")
+
+
+WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 360, "height": 780}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [WIDE, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["healthy", "with NaN", "deep"])
+def test_only_tables_scroll_sideways_and_no_words_of_a_chart_overlap(open_page, report_path, which, size, scheme):
+    is_phone = size is PHONE
+    page = open_page(report_path[which], viewport=size, color_scheme=scheme, has_touch=is_phone, is_mobile=is_phone)
+    open_all(page)
+    assert page.evaluate("document.documentElement.scrollWidth") == size["width"]
+    assert page.evaluate(OVERLAPPING) == []
+    shot(page, f"report_{which}_{size['width']}_{scheme}")
+
+
+OVERLAPPING = """() => {
+    const found = [];
+    for (const chart of document.querySelectorAll(".curve, .chart, #similarity .tools")) {
+        const walker = document.createTreeWalker(chart, NodeFilter.SHOW_TEXT);
+        const boxes = [];
+        for (let node; (node = walker.nextNode());) {
+            const range = document.createRange();
+            range.selectNodeContents(node);
+            for (const box of range.getClientRects()) if (box.width > 1) boxes.push([node.textContent.trim(), box]);
+        }
+        boxes.forEach(([one, a], k) => boxes.slice(k + 1).forEach(([other, b]) => {
+            const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+            const down = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+            if (across > 1 && down > 3) found.push(`${one} | ${other}`);
+        }));
+        for (const [text, box] of boxes) if (box.right > innerWidth || box.left < 0) found.push(`${text} is cut`);
+    }
+    return found;
+}"""
+
+
+@pytest.mark.parametrize("size", [WIDE, PHONE], ids=["desktop", "phone"])
+def test_the_contents_bar_stays_in_sight_and_leads_to_every_section(open_page, report_path, size):
+    page = open_page(report_path[2], viewport=size)
+    sections = page.eval_on_selector_all("details.section", "all => all.map(each => each.id)")
+    links = page.locator(".contents a")
+    assert [link.get_attribute("href") for link in links.all()] == [f"#{key}" for key in sections]
+    assert sections[:2] == ["samples", "tokens"] and {"depth", "layers", "picture"} <= set(sections)
+    for key, link in zip(sections, links.all(), strict=True):
+        link.click()
+        section, bar = page.locator(f"#{key}").bounding_box(), page.locator(".contents").bounding_box()
+        assert page.locator(f"#{key}").get_attribute("open") is not None
+        assert bar["y"] == pytest.approx(0, abs=1)
+        at_end = page.evaluate("innerHeight + scrollY >= document.documentElement.scrollHeight - 2")
+        assert section["y"] >= bar["height"] - 1 and (at_end or section["y"] < bar["height"] + 40), key
+
+
+def test_the_chart_by_depth_tells_and_leads_to_the_layer(open_page, report_path):
+    page = open_page(report_path[2])
+    slot = page.locator("#depth a.slot").nth(2)
+    slot.hover()
+    assert page.inner_text("#tip") == slot.get_attribute("aria-label")
+    slot.click()
+    assert page.evaluate("document.querySelector(':target').id") == slot.get_attribute("href")[1:]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_in_a_notebook_the_page_lives_in_its_frame_and_styles_nothing_else(open_page, report_path, tmp_path, scheme):
+    made = unsum.report(net(), squares, batch(), tmp_path / "r.html")
+    shown = made._repr_html_(), unsum.check(net(), squares, batch())._repr_html_(), unsum.sites(net())._repr_html_()
+    plain = "<h2>mine</h2><table><tr><td>mine</td></tr></table><details><summary>mine</summary></details>"
+    with_it, without = tmp_path / "with.html", tmp_path / "without.html"
+    with_it.write_text(f"<!doctype html><meta charset=utf-8>{plain}{''.join(shown)}")
+    without.write_text(f"<!doctype html><meta charset=utf-8>{plain}")
+    look = """() => ["h2", "td", "summary", "body"].map((tag) => {
+        const style = getComputedStyle(document.querySelector(tag));
+        return [style.color, style.font, style.padding, style.margin, style.backgroundColor, style.borderBottom];
+    })"""
+    pages = [open_page(path, color_scheme=scheme, viewport=WIDE) for path in (with_it, without)]
+    assert pages[0].evaluate(look) == pages[1].evaluate(look)
+    assert pages[0].evaluate("document.documentElement.scrollWidth") == 1280
+    inside = pages[0].frame_locator("iframe")
+    inside.locator(".contents a", has_text="Check").click()
+    assert inside.locator("#check-table").is_visible()  # and not the notebook once more, in its own frame
+    inside.locator("#depth a.slot").first.click()
+    assert inside.locator("#layer-table").is_visible()
+    shot(pages[0], f"notebook_{scheme}")
 
 
 def test_everything_has_a_name_that_can_be_read_aloud(open_page, report_path):

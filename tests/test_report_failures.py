@@ -32,9 +32,9 @@ def test_a_model_that_is_refused_still_has_its_layers(tmp_path):
 
     model, x = Head(), torch.randn(4, 6)
     made = unsum.report(model, lambda m, b: m(b).square(), x, tmp_path / "r.html")
-    assert made.samples is None and "samples" in made.missing["gradients by sample"]
+    assert made.samples is None and "samples" in made.missing["per-sample gradients"]
     assert [layer.name for layer in made.layers] == ["fc", ""]
-    assert html.escape(made.missing["gradients by sample"].splitlines()[0]) in (tmp_path / "r.html").read_text()
+    assert html.escape(made.missing["per-sample gradients"].splitlines()[0]) in (tmp_path / "r.html").read_text()
 
 
 def test_a_frozen_model_has_activations_only(tmp_path):

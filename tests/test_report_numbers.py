@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import unsum
 from report_nets import IDS, Sequences, batch, data_of, net, next_token, squares
+from unsum.report.charts import brief
 
 
 def test_the_page_has_the_statistics_that_plain_torch_gives(tmp_path):
@@ -40,6 +41,63 @@ def test_the_page_has_the_statistics_that_plain_torch_gives(tmp_path):
     assert [layer.name for layer in made.layers] == ["0", "1", "2", "3", "4", ""]
 
 
+def test_the_chart_by_depth_has_the_layers_in_the_order_of_the_forward_with_the_norms_that_plain_torch_gives(tmp_path):
+    class Backwards(nn.Module):  # calls its layers in another order than it holds them
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.head, self.block = nn.Linear(8, 2), nn.Sequential(nn.Linear(6, 8), nn.Tanh())
+
+        def forward(self, x):
+            return self.head(self.block(x))
+
+    model, given = Backwards(), batch()
+    unsum.report(model, squares, given, tmp_path / "r.html")
+    told = re.findall(r'<a class="slot" href="#(.*?)" aria-label="(.*?)"', (tmp_path / "r.html").read_text())
+    first = model.block[0](given[0])
+    hidden = torch.tanh(first)
+    out = model.head(hidden)
+    flowing = torch.autograd.grad((out - given[1]).square().sum(), [first, hidden, out], retain_graph=True)
+    (out - given[1]).square().sum().backward()
+    own = [math.hypot(*(float(p.grad.norm()) for p in layer.parameters())) for layer in (model.block[0], model.head)]
+    norm = [brief(float(g.norm())) for g in flowing]
+    assert [said for _, said in told] == [
+        f"block.0: gradient norm at its output: {norm[0]}; of its parameters: {brief(own[0])}",
+        f"block.1: gradient norm at its output: {norm[1]}",
+        f"head: gradient norm at its output: {norm[2]}; of its parameters: {brief(own[1])}",
+    ]
+    names = {f"layer-{k}": layer["name"] for k, layer in enumerate(data_of(tmp_path / "r.html")["layers"])}
+    assert [names[link] for link, _ in told] == ["block.0", "block.1", "head"]
+
+
+def slots(path):
+    return re.findall(
+        r'<a class="slot" href="#.*?" aria-label="(.*?): gradient norm at its output: (.*?)"', path.read_text()
+    )
+
+
+def test_the_chart_by_depth_has_a_layer_with_several_outputs_once_and_leaves_gaps_where_the_gradient_is_zero(tmp_path):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.lstm, self.gate = nn.Embedding(11, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 11)
+
+        def forward(self, ids):
+            return self.gate(self.lstm(self.embed(ids))[0])
+
+    model, path = Recurrent(), tmp_path / "r.html"
+    unsum.report(model, next_token, IDS, path)
+    assert [name for name, _ in slots(path)] == ["embed", "lstm[0]", "gate"]
+    assert (
+        sum("of its parameters" in said for _, said in slots(path)) == 3 and "gradient is zero" not in path.read_text()
+    )
+    with torch.no_grad():
+        model.gate.weight.zero_()
+    unsum.report(model, next_token, IDS, path)
+    assert [said.partition(";")[0] for _, said in slots(path)][:2] == ["0", "0"]
+    assert "At 2 of 3 layers the gradient is zero" in path.read_text()
+
+
 def test_norms_and_similarity_are_those_of_each_sample_alone(tmp_path):
     model, given = net(), batch()
     made = unsum.report(model, squares, given, tmp_path / "r.html")
@@ -56,7 +114,7 @@ def test_norms_and_similarity_are_those_of_each_sample_alone(tmp_path):
         assert norm == pytest.approx(max(float(g[k].norm()) for g in truth.values()), rel=1e-4)
         assert norm == pytest.approx(float(truth[told["samples"]["parameters"][index]][k].norm()), rel=1e-4)
     assert made.check.ok and made.norms.shape == (12,)
-    assert "by rule: 100.0%" in (tmp_path / "r.html").read_text()
+    assert "By rule: 100.0%" in (tmp_path / "r.html").read_text()
 
 
 def test_token_norms_are_those_of_each_position_alone(tmp_path):

@@ -84,6 +84,8 @@ def grid(
     names = [shorten(row, _ROOM) for row in rows]
     left = _MARGIN + max(map(width_of, names)) + 10
     top = 66.0 if words and with_numbers else 50.0
+    if words and not with_numbers:  # there is no room for words beside each other: they stand upright
+        top += max((width_of(word, 11.5) for word in head), default=0.0) + 6
     wide = max(left + column * len(columns) + _MARGIN, 460.0)
     svg = Svg()
     svg.text(
@@ -98,6 +100,8 @@ def grid(
             svg.text(middle, top - 6, str(position), "tiny faint middle")
         if words and with_numbers:
             svg.text(middle, top - 20, head[k], "small middle")
+        elif words:
+            svg.text(middle + 4, top - 20, head[k], "small", upwards=True)
     for k, (row, name) in enumerate(zip(rows, names, strict=True)):
         y = top + k * _ROW
         svg.text(left - 8, y + 17, name, "end")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unsum.destination import writable
 from unsum.errors import OptionError
+from unsum.notebook import element
 from unsum.report.charts import brief
 from unsum.report.frame import document, inlined, version
 
@@ -52,7 +53,8 @@ def largest(tokens: Iterable[Token]) -> float:
 
 def legend(label: str, most: float) -> str:
     """From the lowest colour to the highest, with their values."""
-    return f'<div class="legend-of">{escape(label)}: {signed(-most)} <i></i> {signed(most)}</div>' if most else ""
+    scale = f'{signed(-most)} <span class="scale"><i></i> {signed(most)}</span>'  # not broken at the end of a line
+    return f'<div class="legend-of">{escape(label)}: {scale}</div>' if most else ""
 
 
 def span(token: Token, most: float, *, is_found: bool = False) -> str:
@@ -102,7 +104,7 @@ class Heatmap:
             '<p class="small">The number of a token shows under the pointer; negative ones have a dotted line.'
             f" unsum {version()}</p></header>"
         )
-        return document(title, header, f'<div class="unsum-tokens">{self._body()}</div>', style=style())
+        return document(title, header, [f'<div class="unsum-tokens">{self._body()}</div>'], style=style())
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the page as `.html`. Missing folders are made."""
@@ -121,7 +123,7 @@ class Heatmap:
         return f"{legend(self._label, most)}{rows}"
 
     def _repr_html_(self) -> str:
-        return f'<div class="unsum-tokens notebook"><style>{style()}</style>{self._body()}</div>'
+        return element(self._body(), style=style(), kind="unsum-tokens notebook")
 
     def __repr__(self) -> str:
         count = sum(map(len, self._rows))

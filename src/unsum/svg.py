@@ -34,12 +34,11 @@ STYLE = """
 # .bold { font-weight: 600; } # .middle { text-anchor: middle; } # .end { text-anchor: end; }
 # .paper { fill: var(--paper); } # .halo { paint-order: stroke; stroke: var(--paper); stroke-width: 3px; }
 # .name { paint-order: stroke; stroke: var(--panel); stroke-width: 4px; pointer-events: none; }
-# .plate { fill: var(--panel); pointer-events: none; }
 # .box { stroke-width: 1.5; }
 # .data { fill: var(--grey); stroke: var(--grey-line); } # .parameter { fill: var(--teal); stroke: var(--teal-line); }
 # .intermediate { fill: var(--purple); stroke: var(--purple-line); }
 # .operation { fill: var(--op); stroke: var(--forward); }
-# .group { fill: var(--panel); stroke: var(--line); stroke-width: 1.25; }
+# .group { fill: var(--panel); stroke: var(--line); stroke-width: 1.25; } # .holds { stroke: var(--teal-line); }
 # .forward { fill: none; stroke: var(--forward); stroke-width: 1.5; } # .forward-tip { fill: var(--forward); }
 # .backward { fill: none; stroke: var(--coral); stroke-width: 1.75; } # .backward-tip { fill: var(--coral); }
 # .thrown-away { stroke-dasharray: 5 4; } # .coral { fill: var(--coral); } # .blue { fill: var(--blue); }
@@ -131,8 +130,11 @@ class Svg:
     def close(self) -> None:
         self._lines.append("</g>")
 
-    def text(self, x: float, y: float, text: str, kind: str = "") -> None:
-        self._lines.append(f"<text{attributes(class_=kind or None, x=float(x), y=float(y))}>{escape(text)}</text>")
+    def text(self, x: float, y: float, text: str, kind: str = "", *, upwards: bool = False) -> None:
+        """A line of text that begins here; `upwards`: read from below."""
+        turned = f"rotate(-90 {x:.1f} {y:.1f})" if upwards else None
+        place = attributes(class_=kind or None, x=float(x), y=float(y), transform=turned)
+        self._lines.append(f"<text{place}>{escape(text)}</text>")
 
     def title(self, x: float, y: float, name: str, kind: str) -> None:
         """A name, and in smaller letters what it is."""

@@ -22,7 +22,8 @@ def acted_by(blocks: Iterable[Any]) -> list[Acted]:
         acted = getattr(block, "acted", None)
         if not isinstance(acted, Acted):
             raise OptionError(
-                f"draw(show=): {type(block).__name__} is nothing that capture, edit or gradients gave you"
+                f"draw(show=): expected what a block gives, as `got` in `with unsum.capture(...) as got`; got a "
+                f"{type(block).__name__}"
             )
         found.append(acted)
     return list(dict.fromkeys(found))

@@ -18,6 +18,8 @@ STUB = 18.0  # how far an arrow goes straight before it bends, beside its label
 BARE = 9.0  # the same without a label, and where it arrives
 BEND = 14.0  # the least height in which it bends
 PAD, HEAD = 14.0, 28.0  # around what is in a frame, and above it for the name
+CLEAR = 8.0  # between a name and an arrow that crosses the frame beside it
+_MOVES = 22.0  # how far such an arrow may still move when it is straightened
 
 
 @dataclass(frozen=True)
@@ -44,17 +46,15 @@ def arrange(root: Item, links: Sequence[Link]) -> dict[str, list[Station]]:
     found: dict[str, list[Station]] = {}
     leaves = {item.key: item for item in _leaves(root)}
     for link in links:
-        stations = [(g.x + x, g.y + top, g.y + bottom) for g, (x, top, bottom) in routes[link.key]]
+        stations = [
+            (g.x + x, g.y + (top or -g.lead), g.y + bottom) for g, (x, top, bottom) in routes[link.key]
+        ]  # at the upper edge of a frame, from the top of its layer on
         source, target = leaves[link.source], leaves[link.target]
         start, end = source.y + source.height, target.y
-        first = (source.x + source.width / 2 + link.leaves, start, start + _stub(link))
-        last = (target.x + target.width / 2, end - BARE, end)
+        first = (source.x + source.width / 2 + link.leaves, start, start + source.stub)
+        last = (target.x + target.width / 2, end - BARE - target.lead, end)
         found[link.key] = [first, *sorted(stations, key=lambda s: s[1]), last]
     return found
-
-
-def _stub(link: Link) -> float:
-    return STUB if link.room else BARE
 
 
 def _ancestry(item: Item, around: list[Item], above: dict[str, list[Item]]) -> None:
@@ -207,21 +207,37 @@ def _settle(group: Item, layers: list[list[Slot]], labelled: set[int], *, is_roo
     slots = [slot for layer in layers for slot in layer]
     left = min((slot.x - slot.width / 2 for slot in slots), default=0.0)
     right = max((slot.x + slot.width / 2 for slot in slots), default=0.0)
-    spare = max(0.0, group.least - (right - left)) / 2
+    before, after = _beside_name(group, [slot.x - left for slot in layers[0]], right - left)
     for slot in slots:
-        slot.x += pad + spare - left
-    y, end = head, head
+        slot.x += pad + before - left
+    y = head + (BEND if layers[0] and not is_root else 0.0)
+    end = y
     for layer in layers[1:-1]:
         tall = max((slot.height for slot in layer), default=0.0)
         stub = STUB if any(id(slot) in labelled for slot in layer) else BARE
         for slot in layer:
             slot.top, slot.bottom = y - BARE, y + tall + stub
             if slot.item is not None:
-                slot.item.x, slot.item.y = slot.x - slot.width / 2, y + tall - slot.height
+                slot.item.stub, slot.item.lead = stub, tall - slot.height
+                slot.item.x, slot.item.y = slot.x - slot.width / 2, y + slot.item.lead
         end = y + tall + (stub if layers[-1] else 0.0)
         y += tall + stub + BEND + BARE
-    group.width, group.height = right - left + 2 * (pad + spare), end + pad
+    group.width, group.height = right - left + before + after + 2 * pad, end + pad
     for slot in layers[0]:
-        slot.top, slot.bottom = 0.0, head - BARE
+        slot.top, slot.bottom = 0.0, head - CLEAR / 2
     for slot in layers[-1]:
         slot.top, slot.bottom = end + BEND / 2, group.height
+
+
+def _beside_name(group: Item, crossing: Sequence[float], wide: float) -> tuple[float, float]:
+    """By how much a group is made wider to the left and to the right, so that its name has room beside the arrows that
+    come in from above."""
+    need = group.least
+    if not crossing or not need:
+        spare = max(0.0, need - wide) / 2
+        return spare, spare
+    clear = CLEAR + _MOVES
+    to_left, to_right = need + clear - min(crossing), need + clear - (wide - max(crossing))
+    if min(to_left, to_right) <= 0:
+        return 0.0, 0.0
+    return (to_left, 0.0) if to_left <= to_right else (0.0, to_right)

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from torch import nn
 
+from unsum.draw.names import is_alike
 from unsum.draw.scene import Operation, Scene
 from unsum.sites import is_container
 
@@ -39,12 +40,7 @@ def belonging(
     """The module of each operation; None for those of no module. `owners` are the modules of each parameter's box."""
     weights = _weight_side(scene)
     in_time = sorted((op for op in scene.operations.values() if op.key not in weights), key=lambda op: op.number)
-    own: dict[str, list[str]] = {}
-    for arrow in scene.arrows:
-        if arrow.source in owners and arrow.target not in weights:
-            own.setdefault(arrow.target, []).append(
-                _owner(scene.operations[arrow.target], owners[arrow.source], modules)
-            )
+    own = _owned(scene, owners, modules, in_time)
     found: dict[str, str | None] = {op.key: None for op in scene.operations.values()}
     found.update({key: common(paths) for key, paths in own.items()})
     seeded = [k for k, op in enumerate(in_time) if op.key in own]
@@ -52,9 +48,11 @@ def belonging(
         first, last = found[in_time[before].key] or "", found[in_time[after].key] or ""
         run = in_time[before + 1 : after]
         found.update(zip([op.key for op in run], _between(run, first, last, modules), strict=True))
+        found.update(_after(run, first, modules, common([first, last])))
     if seeded:
         run = in_time[seeded[-1] + 1 :]
         found.update(_after(run, found[in_time[seeded[-1]].key] or "", modules))
+    _before_weights(scene, own, found, modules)
     _end_alike(in_time, seeded, found, modules)
     _weights_with_users(scene, weights, found)
     _without_circles(scene, in_time, found)
@@ -77,13 +75,35 @@ def _weight_side(scene: Scene) -> set[str]:
     return found
 
 
-def _owner(op: Operation, owners: Sequence[str], modules: Mapping[str, nn.Module]) -> str:
-    """Of the modules that share a parameter, the one that fits: an embedding looks up, a head does not."""
+def _owned(
+    scene: Scene, owners: Mapping[str, Sequence[str]], modules: Mapping[str, nn.Module], in_time: Sequence[Operation]
+) -> dict[str, list[str]]:
+    """The modules of operations that take parameters. A parameter that several modules share belongs to the one that
+    fits: an embedding looks up, a head does not; then to the one nearest to what was recorded just before and after."""
+    fitting: dict[str, list[list[str]]] = {}
+    for arrow in scene.arrows:
+        if arrow.source in owners:
+            fits = _fitting(scene.operations[arrow.target], owners[arrow.source], modules)
+            fitting.setdefault(arrow.target, []).append(fits)
+    order = [op.key for op in in_time if op.key in fitting]
+    found: dict[str, list[str]] = {}
+    for k, key in enumerate(order):
+        after = next((fitting[later][0] for later in order[k + 1 :] if len(fitting[later][0]) == 1), [])
+        before = found[order[k - 1]][:1] if k else []
+        is_first = scene.operations[key].name.startswith("embedding")  # a module begins with it
+        around = after if is_first and after else [*before, *after]
+        found[key] = [max(fits, key=lambda path: _nearness(path, around)) for fits in fitting[key]]
+    return found
+
+
+def _nearness(path: str, around: Sequence[str]) -> int:
+    return max((common([path, other]).count(".") + 1 for other in around if common([path, other])), default=0)
+
+
+def _fitting(op: Operation, owners: Sequence[str], modules: Mapping[str, nn.Module]) -> list[str]:
     looks_up = op.name.startswith("embedding")
-    for owner in owners:
-        if isinstance(modules.get(owner), nn.Embedding | nn.EmbeddingBag) == looks_up:
-            return owner
-    return owners[0]
+    fits = [o for o in owners if isinstance(modules.get(o), nn.Embedding | nn.EmbeddingBag) == looks_up]
+    return fits or [owners[0]]
 
 
 def _only_calls(module: nn.Module | None) -> bool:
@@ -102,8 +122,8 @@ def _between(run: Sequence[Operation], first: str, last: str, modules: Mapping[s
     candidates = [f"{base}.{name}".lstrip(".") for name in own]  # children without parameters
     current, found = f"{base}.{rest}".lstrip("."), []
     for k, op in enumerate(run):
-        named = next((c for c in candidates if _is_alike(op, modules[c])), None)
-        if named is None and candidates and not any(_is_alike(later, modules[candidates[0]]) for later in run[k:]):
+        named = next((c for c in candidates if is_alike(op, modules[c])), None)
+        if named is None and candidates and not any(is_alike(later, modules[candidates[0]]) for later in run[k:]):
             named = candidates[0]
         if named is not None:
             current, candidates = named, candidates[candidates.index(named) + 1 :]
@@ -111,24 +131,46 @@ def _between(run: Sequence[Operation], first: str, last: str, modules: Mapping[s
     return found
 
 
-def _after(run: Sequence[Operation], last: str, modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Of operations after the last parameter, those of a `Sequential`'s last children, told by their names."""
+def _after(run: Sequence[Operation], last: str, modules: Mapping[str, nn.Module], within: str = "") -> dict[str, str]:
+    """Of operations after a parameter, those of a `Sequential`'s last children, told by their names."""
     found: dict[str, str] = {}
     base, waiting = last, list(run)
     while base:
         base, _, own = base.rpartition(".")
+        if within and not base.startswith(f"{within}."):
+            break
         module = modules.get(base)
         names = list(module._modules) if isinstance(module, nn.Sequential) and _only_calls(module) else []
         for name in names[names.index(own) + 1 :] if own in names else []:
             path = f"{base}.{name}".lstrip(".")
-            if waiting and _is_alike(waiting[0], modules[path]):
+            if waiting and is_alike(waiting[0], modules[path]):
                 found[waiting.pop(0).key] = path
     return found
 
 
-def _is_alike(op: Operation, module: nn.Module) -> bool:
-    """Whether an operation is called as a module is: relu, ReLU."""
-    return type(module).__name__.lower().startswith(op.name.replace("_", "")[:4])
+_STATISTICS = ("pow", "square", "mul", "mean", "sum", "rsqrt", "sqrt", "div", "sub", "reciprocal", "abs", "var")
+
+
+def _before_weights(
+    scene: Scene, own: Mapping[str, object], found: dict[str, str | None], modules: Mapping[str, nn.Module]
+) -> None:
+    """A normalization computes its statistics before its weight comes in: they belong to it."""
+    maker = {box: op for op in scene.operations.values() for box in op.makes}
+    given: dict[str, list[Operation]] = {}
+    for arrow in scene.arrows:
+        if arrow.source in maker:
+            given.setdefault(arrow.target, []).append(maker[arrow.source])
+    for key in own:
+        path = found[key]
+        if path is None or scene.operations[key].name != "mul" or "Norm" not in type(modules[path]).__name__:
+            continue
+        waiting = list(given.get(key, ()))
+        while waiting:
+            op = waiting.pop()
+            is_eps = op.name == "add" and len(given.get(op.key, ())) == 1
+            if op.key not in own and (op.name in _STATISTICS or is_eps) and found[op.key] != path:
+                found[op.key] = path
+                waiting += given.get(op.key, ())
 
 
 def _end_alike(

@@ -46,14 +46,20 @@ def label_of(norms: tuple[float, ...], is_sum: bool = False) -> str:
     return ("Σ " if is_sum else "") + (low if low == high else f"{low}–{high}")
 
 
-def frame_title(group: Group) -> str:
-    """The name of an open group as it is written on its frame."""
-    return (group.title or "model") + (f"  ×{group.times}" if group.times > 1 else "")
+def title_of(group: Group) -> str:
+    """The name of a group as it is written."""
+    return group.title or "model"
+
+
+def kind_of(group: Group) -> str:
+    """What a group is, as it is written: its class, and which block it looks like."""
+    times = f"{group.times} × " if group.times > 1 else ""
+    return times + ", ".join(filter(None, (group.kind, f"like {group.like}" if group.like else "")))
 
 
 def title_width(group: Group) -> float:
     """How wide the name of an open group and its kind are."""
-    return width_of(frame_title(group), bold=True) + width_of(group.kind, 11.5) + 16
+    return width_of(title_of(group), bold=True) + width_of(kind_of(group), 11.5) + 16
 
 
 def pill_width(op: Operation | None) -> float:
@@ -63,7 +69,7 @@ def pill_width(op: Operation | None) -> float:
 
 def pill_text(op: Operation) -> str:
     """What is written on an operation."""
-    return ("◆ " if op.is_meeting else "") + shorten(op.name, ROOM, 12)
+    return ("◆ " if op.is_meeting else "") + shorten(op.said or op.name, ROOM, 12)
 
 
 def elements_of(folding: Folding, group: Group) -> list[str]:
@@ -76,9 +82,9 @@ def tensor_cell(box: Box, stem: str, room: float) -> Cell:
     """A tensor: its name within the group it is seen in, shape, and what acts there; `room` is for its arrows."""
     name = box.name[len(stem) + 1 :] if stem and box.name.startswith(f"{stem}.") else box.name
     texts = []
-    if name:
+    if name := name or box.said:
         texts.append(Text(shorten(name, ROOM, bold=True), "bold", 13, 17))
-    texts.append(Text(by(box.shape), "small" + (" faint" if name else ""), 11.5, 15))
+    texts.append(Text(by(box.shown or box.shape), "small" + (" faint" if name else ""), 11.5, 15))
     for how, site in box.sites[:3]:
         mark = "✎" if how == "edited" else "◉"
         texts.append(Text(f"{mark} {shorten(site, ROOM, 10.5)}", "tiny blue", 10.5, 14))
@@ -90,15 +96,16 @@ def tensor_cell(box: Box, stem: str, room: float) -> Cell:
 def group_cell(folding: Folding, group: Group, given_on: Sequence[Arrow], room: float) -> Cell:
     """A folded group; `given_on` are the arrows that leave it."""
     scene = folding.scene
-    texts = [Text(shorten(frame_title(group), ROOM + 30, bold=True), "bold", 13, 17)]
-    if group.kind:
-        texts.append(Text(shorten(group.kind, ROOM + 30, 11.5), "small", 11.5, 15))
+    texts = [Text(shorten(title_of(group), ROOM + 30, bold=True), "bold", 13, 17)]
+    if kind := kind_of(group):
+        texts.append(Text(shorten(kind, ROOM + 120, 11.5), "small", 11.5, 15))
     inside = {element for each in group.everything() for element in elements_of(folding, each)}
     shapes = list(dict.fromkeys(_shape(scene, arrow) for arrow in given_on))
     taken = [arrow for arrow in scene.arrows_into(inside) if arrow.source not in inside]
     given = list(dict.fromkeys(_shape(scene, a) for a in taken if scene.boxes[a.source].role != "parameter"))
     if shapes:
-        texts.append(Text(" → ".join([*given[:1], shapes[-1]]), "small faint", 11.5, 15))
+        ways = dict.fromkeys([*given[:1], shapes[-1]])
+        texts.append(Text(" → ".join(ways), "small faint", 11.5, 15))
     parameters = [scene.boxes[key] for each in group.everything() for key in each.boxes]
     if parameters:
         total = math.sqrt(sum(norm**2 for box in parameters for norm in box.norms))
@@ -108,8 +115,9 @@ def group_cell(folding: Folding, group: Group, given_on: Sequence[Arrow], room: 
     sites = [mark for key in inside if key in scene.boxes for mark in scene.boxes[key].sites]
     meets = any(scene.operations[key].is_meeting for key in inside if key in scene.operations)
     if sites or meets:
-        text = [f"{len(sites)} site{'s' if len(sites) != 1 else ''}"] if sites else []
-        texts.append(Text(" ".join((["◆"] if meets else []) + (["◉", *text] if sites else [])), "tiny blue", 10.5, 14))
+        found = {mark: sum(how == kind for how, _ in sites) for kind, mark in (("captured", "◉"), ("edited", "✎"))}
+        told = [f"{mark} {count} site{'s' if count != 1 else ''}" for mark, count in found.items() if count]
+        texts.append(Text(" ".join((["◆"] if meets else []) + told), "tiny blue", 10.5, 14))
     return _boxed(texts, max(90, room))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,9 +9,11 @@ from torch import Tensor, nn
 
 from unsum.draw.belong import belonging
 from unsum.draw.cells import held_by
-from unsum.draw.fold import Folding, gather
+from unsum.draw.choose import asked, choose
+from unsum.draw.fold import gather
+from unsum.draw.names import with_modules
 from unsum.draw.page import page
-from unsum.draw.paint import choose, paint
+from unsum.draw.paint import paint
 from unsum.draw.read import read
 from unsum.draw.scene import Scene
 from unsum.errors import OptionError
@@ -41,9 +42,9 @@ def draw(
         loss: What is differentiated: any tensor with a graph, before or after its backward.
         model: Gives parameters their names, and groups.
         data: Names for tensors: inputs, targets, and also intermediate ones.
-        fold: None opens as much as fits on a screen. A number opens groups down to that depth, 0 being the model
-            itself; a glob, or several, names the modules that are folded.
-        repeat: False draws each block by itself, also those that repeat one after the other.
+        fold: None opens as much as can be taken in: of blocks that repeat the first, by one level. A number opens
+            groups down to that depth, 0 being the model itself; a glob, or several, names the modules that are folded.
+        repeat: False draws each block by itself. True folds those that look like the one before them into one box.
         views: True draws transposes, reshapes and casts as operations of their own, not as part of an arrow.
         flow: Whether to compute the sizes of gradients that nobody has stored, by calling the nodes by hand (custom
             functions excepted). None: if a backward has run and left the graph alive.
@@ -61,8 +62,9 @@ def draw(
     names, given = _checked(loss, model, data)
     scene, owners = read(loss, names, given, views=views, flow=flow, show=show)
     modules = {} if names is None else names.modules
-    folding = gather(scene, belonging(scene, owners, modules), modules, repeat=repeat)
-    opened = choose(folding) if fold is None else _asked(folding, fold)
+    owned = belonging(scene, owners, modules)
+    folding = gather(with_modules(scene, owned, modules), owned, modules, repeat=repeat)
+    opened = choose(folding) if fold is None else asked(folding, fold)
     title = _title(scene)
     return Picture(paint(folding, opened, title), title, lambda: page(folding, opened, title))
 
@@ -98,23 +100,3 @@ def _title(scene: Scene) -> str:
     data = sum(box.role == "data" for box in scene.boxes.values())
     name = next(box.name for box in scene.boxes.values() if box.is_loss)
     return f"the graph of {name}: {data} data, {held_by(scene.boxes.values())}, {len(scene.operations)} operations"
-
-
-def _asked(folding: Folding, fold: int | str | Sequence[str]) -> frozenset[str]:
-    """The groups that are open."""
-    groups = [group for child in folding.top.children for group in child.everything()]
-    if isinstance(fold, int):
-        depth = {id(child): 0 for child in folding.top.children}
-        for group in groups:
-            depth.update((id(child), depth[id(group)] + 1) for child in group.children)
-        return frozenset(group.name for group in groups if depth[id(group)] < fold)
-    globs = [fold] if isinstance(fold, str) else list(fold)
-    if not all(isinstance(glob, str) for glob in globs):
-        raise OptionError(f"draw(fold={fold!r}): a number, or globs of module names such as 'blocks.*.attn'")
-    folded = {group.name for group in groups if any(fnmatch.fnmatchcase(group.name, glob) for glob in globs)}
-    if globs and not folded:
-        there = [group.name for group in groups if group.name]
-        some = f"there are: {', '.join(there[:8])}{', …' if len(there) > 8 else ''}"
-        none = "the model has no modules in it" if groups else "there are none without model="
-        raise OptionError(f"draw(fold={fold!r}): fits no group; {some if there else none}")
-    return frozenset(group.name for group in groups) - folded

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from unsum.draw.openings import Opening, is_hooked, openings, operation_name
+from unsum.draw.openings import Opening, is_hooked, openings, operation_name, spoken
 from unsum.graph.nodes import Node, below, is_leaf
 from unsum.seams.nodes import SAVED, packed
 from unsum.svg import by
@@ -99,7 +99,9 @@ def _near(entries: Iterable[Entrance]) -> dict[Node, set[int]]:
 
 def _again(one: Named, places: Mapping[Opening, Callable[[Tensor], bool]]) -> str:
     """A note on a tensor that was found, and may enter at other places too."""
-    fits = list(dict.fromkeys(operation_name(node) for (node, _), accepts in places.items() if accepts(one.tensor)))
+    fits = list(
+        dict.fromkeys(spoken(operation_name(node)) for (node, _), accepts in places.items() if accepts(one.tensor))
+    )
     if not fits:
         return ""
     keep = "it keeps" if len(fits) == 1 else "they keep"
@@ -176,7 +178,7 @@ def _by_shape(
 def _why(one: Named, fits: list[Opening]) -> str:
     what = f"{one.name} ({by(tuple(one.tensor.shape))})"
     if fits:
-        where = ", ".join(dict.fromkeys(operation_name(node) for node, _ in fits))
+        where = ", ".join(dict.fromkeys(spoken(operation_name(node)) for node, _ in fits))
         return f"{what}: by its shape it may enter at {where}, so it is not drawn"
     if one.role == "parameter":
         return f"{one.name}: {FROZEN}"

@@ -1,4 +1,4 @@
-"""Groups of the picture: modules within modules, and blocks that repeat, drawn once."""
+"""Groups of the picture: modules within modules, and blocks that repeat: the first by itself, the others as one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import nn
 
 from unsum.draw.belong import common
 from unsum.draw.scene import Arrow, Scene
+from unsum.repeats import repeats, span
 from unsum.sites import is_container
 
 _PERIODS = (1, 2, 3, 4)  # so many neighbours may repeat together: a layer and its activation
@@ -25,6 +26,8 @@ class Group:
     operations: list[str] = field(default_factory=list)
     boxes: list[str] = field(default_factory=list)  # parameters; what operations make comes with them
     times: int = 1
+    like: str = ""  # the title of the block before it that looks the same
+    stands_for: int = 0  # how many blocks after it look the same
 
     def everything(self) -> Iterator[Group]:
         """This group and all in it."""
@@ -35,17 +38,17 @@ class Group:
 
 @dataclass(frozen=True)
 class Folding:
-    """A scene in which repeated blocks are drawn once, and the tree of its groups."""
+    """A scene in which, of repeated blocks, all but the first are one, and the tree of its groups."""
 
     scene: Scene
     top: Group  # holds the model's group, and what is in no module
-    operations: int  # how many there are, each block of those drawn once counted
+    operations: int  # how many there are, each block of those drawn as one counted
 
 
 def gather(
     scene: Scene, owned: Mapping[str, str | None], modules: Mapping[str, nn.Module], *, repeat: bool = True
 ) -> Folding:
-    """Put operations and parameters into groups; where blocks repeat, keep the first of them."""
+    """Put operations and parameters into groups; where blocks repeat, the second stands for all after the first."""
     top = Group("", "", "")
     groups: dict[str, Group] = {}
 
@@ -104,18 +107,17 @@ def _repeated(scene: Scene, top: Group) -> Folding:
         group.children.sort(key=lambda child: _first(child, scene))
         kept: list[Group] = []
         signatures = [_signature(child, scene) for child in group.children]
-        k = 0
-        chained = _chained(group.children, scene)
+        k, chained = 0, _chained(group.children, scene)
         while k < len(group.children):
-            period, times = _run(signatures, chained, k)
-            whole = group.children[k : k + period * times]
-            if times > 1:
-                blocks = [_elements(whole[j : j + period], scene) for j in range(0, len(whole), period)]
+            period, times = _run(group.children, signatures, chained, k)
+            kept += group.children[k : k + period]
+            others = group.children[k + period : k + period * times]
+            if others:
+                blocks = [_elements(others[j : j + period], scene) for j in range(0, len(others), period)]
                 runs.append(
                     {e: (j, shown) for j, own in enumerate(blocks) for e, shown in zip(own, blocks[0], strict=True)}
                 )
-                whole = [_drawn_once(whole, period, times)]
-            kept += whole
+                kept.append(_as_one(kept[-period:], others, times - 1))
             k += period * times
         group.children = kept
         for child in group.children:
@@ -143,30 +145,32 @@ def _chained(groups: Sequence[Group], scene: Scene) -> set[tuple[int, int]]:
     }
 
 
-def _run(signatures: Sequence[object], chained: set[tuple[int, int]], k: int) -> tuple[int, int]:
-    """How many neighbours repeat from here, and how often; the run that covers most. Each must feed the next: what
-    stands side by side (towers, queries and keys) is not the same thing again."""
-    best = (1, 1)
-    for period in _PERIODS:
-        unit, times = signatures[k : k + period], 1
-        while len(unit) == period and signatures[k + times * period : k + (times + 1) * period] == unit:
-            last, following = k + (times - 1) * period, k + times * period
-            if not any((last + i, following + j) in chained for i in range(period) for j in range(period)):
-                break
-            times += 1
-        if times > 1 and period * times > best[0] * best[1]:
-            best = (period, times)
-    return best
+def _run(
+    groups: Sequence[Group], signatures: Sequence[object], chained: set[tuple[int, int]], k: int
+) -> tuple[int, int]:
+    """How many neighbours repeat from here, and how often. Each must feed the next: what stands side by side (towers,
+    queries and keys) is not the same thing again. Twice is enough for a block of modules, not for single layers."""
+
+    def is_next(first: int, other: int, period: int) -> bool:
+        if signatures[first : first + period] != signatures[other : other + period]:
+            return False
+        return any((other - period + i, other + j) in chained for i in range(period) for j in range(period))
+
+    period, times = repeats(k, len(signatures), is_next, _PERIODS)
+    return (period, times) if times > 2 or (period == 1 and groups[k].children) else (1, 1)
 
 
-def _drawn_once(whole: list[Group], period: int, times: int) -> Group:
-    first, last = whole[0], whole[-1]
-    stem, _, start = first.title.rpartition(".")
-    title = f"{stem}.{start}".lstrip(".") + "–" + last.title.rpartition(".")[2]
-    if period == 1:
-        first.title, first.times = title, times
-        return first
-    return Group(f"{first.name}–{last.name}", title, "", whole[:period], times=times)
+def _as_one(first: Sequence[Group], others: list[Group], times: int) -> Group:
+    """The blocks after the first, of which one stands for all."""
+    stands, last = others[: len(first)], others[-1]
+    title = span(stands[0].title, last.title, len(others))
+    like = span(first[0].title, first[-1].title, len(first))
+    for group in first:
+        group.stands_for = times
+    if len(first) == 1:
+        stands[0].title, stands[0].times, stands[0].like = title, times, like
+        return stands[0]
+    return Group(f"{stands[0].name}–{last.name}", title, "", stands, times=times, like=like)
 
 
 def _elements(groups: Sequence[Group], scene: Scene) -> list[str]:

@@ -16,6 +16,28 @@ from unsum.seams.nodes import SAVED, outputs_of, packed, saved_of, saved_or
 Opening = tuple[Node, int]  # a node, and which of its arguments
 
 
+_SAID = {
+    **dict.fromkeys(("addmm", "mm", "addmv", "mv", "linear"), "linear"),
+    **dict.fromkeys(("bmm", "baddbmm", "dot"), "matmul"),
+    **dict.fromkeys(("convolution", "mkldnn_convolution", "cudnn_convolution", "thnn_conv2d"), "conv"),
+    **dict.fromkeys(("mkldnn_rnn_layer", "cudnn_rnn", "miopen_rnn"), "recurrent layer"),
+    **dict.fromkeys(("cudnn_batch_norm", "miopen_batch_norm", "batch_norm_with_update"), "batch_norm"),
+    **dict.fromkeys(("unsafe_split", "split_with_sizes", "unsafe_split_with_sizes"), "split"),
+    **dict.fromkeys(("nll_loss2d", "nll_loss_nd"), "nll_loss"),
+    "add": "+",
+}
+
+
+def spoken(name: str) -> str:
+    """An operation as readers call it.
+
+    Examples:
+        >>> spoken("addmm"), spoken("add"), spoken("max_pool2d_with_indices"), spoken("relu")
+        ('linear', '+', 'max_pool2d', 'relu')
+    """
+    return "attention" if name.startswith("sdp_") else _SAID.get(name, name.removesuffix("_with_indices"))
+
+
 def operation_name(node: Node) -> str:
     """A node's name as it is said.
 
@@ -29,7 +51,21 @@ def operation_name(node: Node) -> str:
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         return name
     name = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])", "_", name).lower()
+    if name == "mul" and _is_dropout(node):
+        return "dropout"
     return name.removeprefix("native_").replace("scaled_dot_product", "sdp").replace("_for_cpu", "")
+
+
+def _is_dropout(node: Node) -> bool:
+    """Whether a product is that of a dropout on a CPU: the other factor, of the same shape, is zero here and there and
+    1 / (1 - p) elsewhere. After a backward that has freed the graph it cannot be told."""
+    if len(below(node)) != 1 or not _is_kept(node, "other"):
+        return False
+    other = saved_of(node, "other")
+    if other.requires_grad or tuple(other.shape) != tuple(outputs_of(node)[0].shape) or not other.numel():
+        return False
+    most = other.max()
+    return bool(most > 1 and ((other == 0) | (other == most)).all() and (other == 0).any())
 
 
 def is_hooked(saved: Any) -> bool:

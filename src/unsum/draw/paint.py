@@ -2,50 +2,16 @@
 
 from __future__ import annotations
 
-from unsum.draw.arrange import Station
-from unsum.draw.cells import frame_title, parameters_in, pill_text, pill_width, title_width
+from unsum.draw.arrange import CLEAR, HEAD, Station
+from unsum.draw.cells import kind_of, parameters_in, pill_text, pill_width, title_of, title_width
 from unsum.draw.fold import Folding, Group
 from unsum.draw.ranks import Item
 from unsum.draw.scene import Box, Scene
-from unsum.draw.view import PILL, STEM, Line, View, cell_place, size, view
+from unsum.draw.view import PILL, STEM, Line, View, cell_place, view
 from unsum.svg import Svg, by, width_of, wrapped
 
-SCREEN = (1440.0, 900.0)
-_SMALLEST = 0.8  # the scale
-_FEW, _MANY = 24, 200
 _MARGIN = 20.0
 _APART = 4.0  # a forward arrow and its backward one, each from the middle
-
-
-def choose(folding: Folding) -> frozenset[str]:
-    """The groups that are open if nobody asks: all of a small graph, else as deep as fits on a screen. Modules that
-    hold no others are opened last, all or none."""
-    groups = [group for child in folding.top.children for group in child.everything()]
-    if folding.operations <= _FEW:
-        return frozenset(group.name for group in groups)
-    level, opened = folding.top.children, frozenset(group.name for group in folding.top.children)
-    while level := [child for group in level for child in group.children]:
-        wider = opened | {group.name for group in level if group.children}
-        if not _may_open(folding, wider):
-            return opened
-        opened = wider
-    everything = frozenset(group.name for group in groups)
-    return everything if _may_open(folding, everything) else opened
-
-
-def _may_open(folding: Folding, opened: frozenset[str]) -> bool:
-    return _seen(folding.top, opened) <= _MANY and fits(view(folding, opened))
-
-
-def fits(found: View) -> bool:
-    """Whether it fits on a screen, with its legend, at a scale at which it can still be read."""
-    wide, tall = size(found)
-    return wide <= SCREEN[0] / _SMALLEST - 2 * _MARGIN and tall <= SCREEN[1] / _SMALLEST - 90
-
-
-def _seen(group: Group, opened: frozenset[str]) -> int:
-    inner = sum(_seen(child, opened) if child.name in opened else 1 for child in group.children)
-    return inner + len(group.operations) + len(group.boxes)
 
 
 def paint(folding: Folding, opened: frozenset[str], title: str) -> str:
@@ -62,9 +28,8 @@ def paint(folding: Folding, opened: frozenset[str], title: str) -> str:
         _arrow(svg, line)
     for key, group in found.groups.items():
         item = found.items[key]
-        if item.is_group:  # over the arrows that cross the frame there
-            svg.rect(item.x + 9, item.y + 6, title_width(group) - 12, 14, "plate", 4)
-            svg.title(item.x + 12, item.y + 17, frame_title(group), group.kind)
+        if item.is_group:
+            svg.title(_name_place(found, item, title_width(group)), item.y + 17, title_of(group), kind_of(group))
         else:
             _folded(svg, folding, found, key, group)
     for key, box in found.boxes.items():
@@ -73,8 +38,20 @@ def paint(folding: Folding, opened: frozenset[str], title: str) -> str:
         _operation(svg, folding.scene, found, op.key)
     svg.close()
     wide = max(found.root.width, 320.0) + 2 * _MARGIN
-    tall = _legend(svg, folding.scene, found.root.height + 2 * _MARGIN, wide)
+    tall = _legend(svg, _entries(folding, found), folding.scene.notes, found.root.height + 2 * _MARGIN, wide)
     return svg.finish(title, _described(folding.scene), wide, tall)
+
+
+def _name_place(found: View, item: Item, wide: float) -> float:
+    """Where the name of a frame begins: at its left, or else at the right of the arrows that come in from above."""
+    crossing = [
+        x for line in found.lines for x, top, bottom in line.stations
+        if top < item.y + HEAD and bottom > item.y and item.x < x < item.x + item.width
+    ]  # fmt: skip
+    reach = _APART + CLEAR
+    if not crossing or item.x + 12 + wide < min(crossing) - reach + 4:
+        return item.x + 12
+    return max(crossing) + reach
 
 
 def _described(scene: Scene) -> str:
@@ -98,10 +75,11 @@ def _times(found: View, key: str) -> int | None:
 
 def _frame(svg: Svg, folding: Folding, found: View, key: str, group: Group) -> None:
     item, held = found.items[key], parameters_in(folding, group)
-    hover = f"{group.name or 'the model'}: {group.kind}" + (f", {group.times} times" if group.times > 1 else "")
+    hover = f"{group.name or 'the model'}: {kind_of(group)}"
     svg.open(
         hover, class_="frame", data_role="group", data_name=group.name, data_type=group.kind, data_folded="false",
-        data_times=_times(found, key), data_parameters=held.numbers, data_tensors=held.tensors,
+        data_times=_times(found, key), data_like=group.like or None, data_parameters=held.numbers,
+        data_tensors=held.tensors,
     )  # fmt: skip
     svg.rect(item.x, item.y, item.width, item.height, "group", 10)
     svg.close()
@@ -115,12 +93,13 @@ def _cards(svg: Svg, item: Item) -> None:
 
 def _folded(svg: Svg, folding: Folding, found: View, key: str, group: Group) -> None:
     item, held = found.items[key], parameters_in(folding, group)
-    hover = f"{group.name or 'the model'}: {group.kind}" + (f", {group.times} times" if group.times > 1 else "")
+    hover = f"{group.name or 'the model'}: {kind_of(group)}"
     svg.open(
         f"{hover}, folded, {held}", class_="folded", data_role="group", data_name=group.name, data_type=group.kind,
-        data_folded="true", data_times=_times(found, key), data_parameters=held.numbers, data_tensors=held.tensors,
+        data_folded="true", data_times=_times(found, key), data_like=group.like or None, data_parameters=held.numbers,
+        data_tensors=held.tensors,
     )  # fmt: skip
-    svg.rect(item.x, item.y, item.width, item.height, "box group", 8)
+    svg.rect(item.x, item.y, item.width, item.height, "box group holds" if held.tensors else "box group", 8)
     _lines(svg, found, key, item.x + item.width / 2, item.y)
     svg.close()
 
@@ -235,31 +214,52 @@ def _path(stations: list[Station], shift: float, *, back: bool = False) -> str:
 # ---- legend ----------------------------------------------------------------------------------------------------------
 
 
-def _legend(svg: Svg, scene: Scene, y: float, wide: float) -> float:
-    """What colours and lines mean, and what could not be drawn. Returns the height of the picture."""
-    boxes, ops = scene.boxes.values(), scene.operations.values()
+def _entries(folding: Folding, found: View) -> list[tuple[str, str]]:
+    """What is drawn, of all that needs to be explained."""
+    boxes = [
+        *found.boxes.values(),
+        *(folding.scene.boxes[made] for op in found.operations.values() for made in op.makes),
+    ]
+    lines, ops = found.lines, found.operations.values()
+    texts = [line.text for cell in found.cells.values() for line in cell.lines]
     entries = [(role, label) for role, label in _ROLES.items() if any(box.role == role for box in boxes)]
-    entries += [("forward", "forward"), ("stored", "gradient, stored"), ("thrown-away", "gradient, thrown away")]
-    if any(op.is_meeting for op in ops):
+    folded = [parameters_in(folding, group).tensors for key, group in found.groups.items() if key in found.cells]
+    if any(folded):
+        entries.append(("group holds", "module with parameters, folded"))
+    if not all(folded):
+        entries.append(("group", "module without, folded" if any(folded) else "module, folded"))
+    entries += [("forward", "forward")] if lines else []
+    for kind in ("stored", "thrown-away"):
+        if any(line.arrow.gradient == kind for line in lines):
+            entries.append((kind, f"gradient, {kind.replace('-', ' ')}"))
+    if any(op.is_meeting for op in ops) or any(text.startswith("◆") for text in texts):
         entries.append(("◆", "a parameter meets data"))
     if any(box.is_cut for box in boxes):
         entries.append(("✂", "the cut"))
     for how, mark in (("captured", "◉"), ("edited", "✎")):
-        if any(how == way for box in boxes for way, _ in box.sites):
+        if any(mark in text for text in texts):
             entries.append((mark, how))
-    if any(arrow.norms for arrow in scene.arrows):
+    if any(line.label for line in lines):
         entries.append(("12", "size (norm) of a gradient"))
+    if any("· grad " in text for text in texts):
+        entries.append(("grad 12", "size of the gradient stored for the parameters"))
+    return entries
+
+
+def _legend(svg: Svg, entries: list[tuple[str, str]], notes: list[str], y: float, wide: float) -> float:
+    """What colours and lines mean, and what could not be drawn. Returns the height of the picture."""
     x = _MARGIN
     svg.open(class_="legend", data_role="legend")
     for kind, label in entries:
-        room = 30 + width_of(label, 11.5) + 18
+        sample = max(22.0, width_of(kind, 10.5)) if kind.startswith("grad") else 22.0
+        room = sample + 8 + width_of(label, 11.5) + 18
         if x + room > wide - _MARGIN + 18 and x > _MARGIN:
             x, y = _MARGIN, y + 20
         _sample(svg, kind, x, y)
-        svg.text(x + 30, y + 4, label, "small faint")
+        svg.text(x + sample + 8, y + 4, label, "small faint")
         x += room
     y += 12
-    for note in scene.notes:
+    for note in notes:
         for k, text in enumerate(wrapped(note, wide - 2 * _MARGIN - 14)):
             y += 16
             if k == 0:
@@ -275,11 +275,13 @@ _ROLES = {"data": "data", "parameter": "parameter", "intermediate": "computed"}
 
 
 def _sample(svg: Svg, kind: str, x: float, y: float) -> None:
-    if kind in _ROLES:
+    if kind in _ROLES or kind.startswith("group"):
         svg.rect(x, y - 7, 22, 14, f"box {kind}", 4)
     elif kind == "forward":
         svg.path(f"M{x:.1f} {y:.1f}h23", "forward", tip="forward")
     elif kind in ("stored", "thrown-away"):
         svg.path(f"M{x:.1f} {y:.1f}h23", f"backward {kind}", tip="backward")
+    elif kind.startswith("grad"):
+        svg.text(x, y + 4, kind, "tiny faint")
     else:
         svg.text(x + 11, y + 4, kind, "middle tiny " + ("coral" if kind == "12" else "blue"))

@@ -21,6 +21,8 @@ class Item:
     children: list[Item] = field(default_factory=list)
     x: float = 0.0  # left upper corner; in the group around it until all is done
     y: float = 0.0
+    stub: float = 0.0  # how far arrows that leave it go straight, beside the labels of its layer
+    lead: float = 0.0  # how far it is below the top of its layer
     is_source: bool = False  # belongs next to what uses it: parameters and data
     is_group: bool = False
     least: float = 0.0  # the width that a group's name needs
@@ -130,15 +132,16 @@ def _pass(layer: list[Slot], near: _Near, only: Callable[[Slot], bool] = lambda 
         pulls = [(other.x + shift, _pull(slot, other)) for other, shift in near.get(id(slot), ()) if only(slot)]
         total = sum(weight for _, weight in pulls)
         wishes.append(sum(x * weight for x, weight in pulls) / total if total else slot.x)
-        weights.append(total or (0.05 if only(slot) else 10.0))
+        weights.append(total or (0.05 if only(slot) else 1000.0))
     _spread(layer, wishes, weights)
 
 
 def _pull(slot: Slot, other: Slot) -> float:
-    """How much one slot wants to be in line with the other: what passes straight, and what computes, before sources."""
+    """How much one slot wants to be in line with the other: what computes stays in line, and so does what passes; an
+    arrow that goes around bends towards what computes, and sources come last."""
     if other.item is not None and other.item.is_source:
         return 0.05
-    return 4.0 if slot.item is None or other.item is None else 1.0
+    return 4.0 if (slot.item is None) == (other.item is None) else 1.0
 
 
 def _spread(layer: list[Slot], wishes: list[float], weights: list[float]) -> None:

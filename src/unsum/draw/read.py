@@ -12,7 +12,8 @@ from torch.autograd.function import BackwardCFunction
 
 from unsum.draw.acts import acted_by, cut_of, sites_of
 from unsum.draw.entering import FROZEN, Named, find
-from unsum.draw.flowing import differs, flows_of
+from unsum.draw.flowing import differs, flows_of, size_of
+from unsum.draw.names import called
 from unsum.draw.scene import Facts, Role, Scene, build
 from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered, place
 from unsum.seams.tensors import hooks_on
@@ -67,14 +68,15 @@ def read(
         loss=place(loss), leaves=roles, named=_named(data), retained=retained, entries=entries, flowing=flowing,
         custom=_custom(nodes), sites=sites, leaf_sites=leaf_sites, cut=cut, meetings=meetings, show_views=views,
     )  # fmt: skip
-    scene = build(nodes, facts)
+    scene = called(build(nodes, facts))
     by_name = {all_names[0]: all_names for all_names in known.names.values()}
     owners = {
         key: [known.owners[name] for name in by_name[box.name]]
         for key, box in scene.boxes.items()
         if box.role == "parameter" and box.name in by_name
     }
-    if any(differs(reached[key], value) for key, value in flowing.arrived.items()):
+    largest = max(map(size_of, flowing.arrived.values()), default=0.0)
+    if any(differs(reached[key], value, largest) for key, value in flowing.arrived.items()):
         notes.append(_DIFFERS)
     return replace(scene, notes=[*_notes(reached, known, data, nodes, names), *_short(notes)]), owners
 

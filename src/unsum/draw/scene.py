@@ -46,6 +46,8 @@ class Box:
     sites: tuple[tuple[str, str], ...] = ()  # captured or edited, site
     is_cut: bool = False
     is_loss: bool = False
+    said: str = ""  # what readers call it, where it has no name
+    shown: tuple[int, ...] | None = None  # the shape that readers know, if it is another
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Operation:
     meets: tuple[str, ...] = ()  # parameters that meet data here
     is_meeting: bool = False
     is_open: bool = False  # takes something that has no edge in the graph: data perhaps, or a number
+    said: str = ""  # what readers call it
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Arrow:
     norms: tuple[float, ...] = ()  # of what comes back along this arrow
     is_sum: bool = False  # the norm is that of all that comes back to the tensor
     shape: tuple[int, ...] | None = None  # as the layer returns it, if that is not the tensor's own
+    slot: int = 0  # which of the operation's arguments it is
 
 
 @dataclass(frozen=True)
@@ -210,7 +214,7 @@ def _arrows(
         through = tuple(_through(view) for view, _ in way)
         norms = () if size is None else (size,)
         returned = _returned(child, way)
-        found.append(Arrow(box.key, f"o{number[node]}", box.gradient, why, through, norms, shape=returned))
+        found.append(Arrow(box.key, f"o{number[node]}", box.gradient, why, through, norms, False, returned, slot))
     return found
 
 
@@ -228,12 +232,20 @@ def _sent(first: Slot, way: Sequence[Slot], used: Mapping[Edge, int], flowing: F
 
 
 def _returned(maker: Node, way: Sequence[Slot]) -> tuple[int, ...] | None:
-    """A linear layer makes rows of its input, and a view puts its result back into shape."""
+    """A linear layer makes rows of its input, and a view puts its result back into shape; so does a transpose after it
+    where time comes before the batch."""
     if not way or is_leaf(maker) or maker.name() not in ("MmBackward0", "AddmmBackward0"):
         return None
-    rows, shape = (tuple(outputs_of(node)[0].shape) for node in (maker, way[-1][0]))
-    is_back = way[-1][0].name() in ("ViewBackward0", "UnsafeViewBackward0") and len(shape) > 2
-    return shape if is_back and shape[-1] == rows[-1] else None
+    rows = tuple(outputs_of(maker)[0].shape)
+    shapes = [(node.name(), tuple(outputs_of(node)[0].shape)) for node, _ in reversed(way)]
+    first, shape = shapes[0]
+    if first not in ("ViewBackward0", "UnsafeViewBackward0") or len(shape) < 3 or shape[-1] != rows[-1]:
+        return None
+    for name, after in shapes[1:]:
+        if name != "TransposeBackward0" or after[-1] != rows[-1]:
+            break
+        shape = after
+    return shape
 
 
 def _through(node: Node) -> str:

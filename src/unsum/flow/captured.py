@@ -6,7 +6,6 @@ import difflib
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -69,10 +68,10 @@ class Captured:
         ['0:output', '1:output']
     """
 
-    def __init__(self, flow: Flow) -> None:
+    def __init__(self, flow: Flow, seen: list[Entry | Seen]) -> None:
         self._flow, self._requests = flow, flow.requests
         self.acted = flow.acted
-        self.seen: list[Entry | Seen] = []  # filled by the capture; made entries when they are read
+        self.seen = seen  # filled by the capture; made entries when they are read
         self._read = 0  # so many are entries
         self._places_read: dict[tuple[Place, Kind], list[Entry]] = {}
 
@@ -136,6 +135,10 @@ class Captured:
             name = self._name(entry)
             yield name, entry.kept.read(name)
 
+    def values(self) -> list[Any]:
+        """The values of `items`."""
+        return [value for _, value in self.items()]
+
     def keys(self) -> list[str]:
         """The concrete names of everything there is, in the order in which it came."""
         return list(dict.fromkeys(self._name(entry) for entry in self._entries))
@@ -162,7 +165,9 @@ class Captured:
         return Trace([Event(str(e.spot), e.spot.call, e.backward, tuple(e.shape), e.dtype) for e in self._entries])
 
     def __repr__(self) -> str:
-        lines = [f"captured: {len(self)} sites" + (" so far" if self._flow.is_open else "")]
+        lines = [
+            f"captured: {len(self)} site{'s' if len(self) != 1 else ''}" + (" so far" if self._flow.is_open else "")
+        ]
         shapes = {self._name(entry): tuple(entry.shape) for entry in self._entries}
         return "\n".join([*lines, *(f"  {name}  {shape}" for name, shape in shapes.items())])
 
@@ -176,15 +181,8 @@ class Captured:
     def _places(self, site: Site) -> list[Place]:
         """The places that a site names, among those asked for."""
         requests = self._requests
-        wanted: list[Place] = []
-        if requests.names is None:
-            known = {
-                p: None
-                for n, request in enumerate(requests.asked)
-                for p in requests.places[n].values()
-                if request.kind == site.kind
-            }
-            wanted = [p for p in known if isinstance(site.where, str) and fnmatchcase(p.name, site.where)]
+        if requests.names is None or requests.mark_in(site) is not None:
+            wanted = requests.marks_in(site)
         else:
             try:
                 things = requests.names.find(site).values()
@@ -201,9 +199,8 @@ class Captured:
             [] if self._requests.names is None else [str(r) for r in self._requests.asked if isinstance(r.where, str)]
         )
         near = difflib.get_close_matches(str(site), [*known, *self.keys()], 3, 0.4)
-        first = (
-            f"{site}: {'no tensor of this name was marked' if self._requests.names is None else 'was not asked for'}"
-        )
+        is_mark = self._requests.names is None or self._requests.mark_in(site) is not None
+        first = f"{site}: {'no tensor of this name was marked' if is_mark else 'was not asked for'}"
         hint = f"\n  near: {', '.join(map(repr, dict.fromkeys(near)))}" if near else ""
         return f"{first}; asked for: {', '.join(map(repr, asked))}{hint}"
 

@@ -4,6 +4,7 @@ receiver. `capture` and `edit` are two receivers of the same flow."""
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -25,10 +26,13 @@ class Receiver(Protocol):
     def edits(self) -> bool: ...  # changes what flows, so that a site must be a single tensor
     @property
     def refuses(self) -> str | None: ...  # why a backward after the block would be wrong, where gradients are edited
+    @property
+    def seen(self) -> list[Any] | None: ...  # where tensors are put down by reference; None: `value`, `gradient` decide
 
     def value(self, spot: Spot, tensor: Tensor, call: ModuleCall) -> Tensor | None: ...
     def gradient(self, spot: Spot, grad: Tensor, backward: int) -> Tensor | None: ...
     def called(self) -> None: ...
+    def differentiated(self, roots: Sequence[Any]) -> None: ...  # a backward from these begins
 
 
 class Flow:
@@ -37,13 +41,16 @@ class Flow:
     def __init__(self, requests: Requests, receiver: Receiver) -> None:
         self.requests, self.receiver = requests, receiver
         self.calls = CallCounter()
-        self.expected = Expected(receiver.gradient)
+        self.begin = self.calls.begin
         self.notes: dict[tuple[Place, Any], str] = {}  # what can explain a place's silence, by kind or by site
         self.repeated: weakref.WeakSet[Any] = weakref.WeakSet()  # checkpoints that were run again
         self.gates: dict[Place, Gate] = {}
         self.blocks: list[seams.Block] | None = None
         self.acted = Acted("edited" if receiver.edits else "captured")
         self.acted.room = 64 + 4 * len(requests.wants)  # no less than one call of each
+        self.expected = Expected(receiver, self.acted)
+        self.seen = receiver.seen  # of the receiver, read in every call
+        self.noted = self.acted.notes.append
         self._handles: list[seams.Handle] = []
 
     @property
@@ -52,6 +59,7 @@ class Flow:
 
     def open(self) -> None:
         """Put a hook on every module and parameter asked for."""
+        seams.refuse_capturing("unsum.edit" if self.receiver.edits else "unsum.capture")
         self.blocks = seams.open_block(self)
         try:
             for place, wants in self.requests.wants.items():
@@ -88,6 +96,7 @@ class Flow:
             handle.remove()
         self._handles.clear()
         self.gates.clear()
+        self.seen = None
         self.expected.let_go(self.receiver.refuses)
 
     # ---- asked by gates -------------------------------------------------------------------------------------------
@@ -129,6 +138,7 @@ class Flow:
         return self.notes.get((place, site), self.notes.get((place, site.kind)))
 
     def before_backward(self, call: seams.Backward) -> None:
+        self.receiver.differentiated(call.roots)
         self.expected.before_backward(call)
 
     def after_backward(self, *, failed: bool) -> None:

@@ -27,6 +27,7 @@ from unsum.flow.share import Share
 from unsum.nested import leaves, put
 from unsum.seams.checkpoints import ModuleCall
 from unsum.seams.nodes import number_of
+from unsum.seams.tensors import version_of
 from unsum.sites import Place
 from unsum.types import Kind, Path
 
@@ -51,8 +52,7 @@ class Gate(seams.Hook):
     def __init__(self, flow: Flow, place: Place, wants: Wants) -> None:
         self.flow, self.place = flow, place
         self.begun: list[_Begun] = []
-        self.entering = flow.requests.port(wants, "input", "grad_input")
-        self.leaving = flow.requests.port(wants, "output", "grad_output")
+        self.entering, self.leaving = flow.requests.ports(wants)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module is about to be called. What it is to get instead of its arguments, or None."""
@@ -65,26 +65,51 @@ class Gate(seams.Hook):
             given: _Nodes = (first.grad_fn,)
         else:
             given = tuple([tensor.grad_fn for _, tensor in leaves([args, kwargs])])
-        call = flow.calls.begin(self.place)
+        call = flow.begin(self.place)
         shares: _Shares = []
         self.begun.append((call, exception(), given, shares))
         if call is None:
             return None
         if call.repeats is not None:
             flow.repeated.add(call.repeats)
-        if port is None:
+        if port is None or self.put_down(port, call, first, given):
             return None
         new = self.take(port, call, first, (args, kwargs), given, shares)
         if new is None:
             return None
         return tuple(new[i] for i in range(len(args))), {key: new[key] for key in kwargs}
 
+    def put_down(self, port: Port, call: ModuleCall, tensor: Any, given: _Nodes) -> bool:
+        """The ordinary case of `take`, in a few instructions: a tensor that the receiver holds by reference, and for
+        its gradient one that the module has made. False where it is another case."""
+        flow = self.flow
+        seen = flow.seen
+        number, again, is_real, start, _, _ = call
+        if seen is None or not port.is_put_down or again or not isinstance(tensor, Tensor) or tensor.is_inference():
+            return False
+        node = tensor.grad_fn
+        made = -1 if node is None else number_of(node)
+        if waited := port.grads:
+            if made < start or not is_real or node in given or not _grad_enabled():
+                return False
+            spot = _tuple(Spot, (self.place, port.grad_kind, number, port.first, (), waited))
+            flow.noted((spot, made, type(node), tensor.output_nr, tensor.shape))
+            flow.expected.add(spot, tensor)
+        if asked := port.values:
+            spot = _tuple(Spot, (self.place, port.kind, number, port.first, (), asked))
+            seen.append((spot, tensor.detach(), version_of(tensor), None))
+            if node is None:
+                flow.acted.at(tensor, spot)
+            else:
+                flow.noted((spot, made, type(node), tensor.output_nr, tensor.shape))
+        return True
+
     def mark(self, tensor: Tensor) -> Tensor:
         """Pass a marked tensor through: it acts as the output of a module that returns its input."""
         assert self.leaving is not None
         seams.refuse_tracing(self.place.name)
         given = (tensor.grad_fn,)
-        call = self.flow.calls.begin(self.place)
+        call = self.flow.begin(self.place)
         if call is None:
             return tensor
         if call.repeats is not None:
@@ -130,10 +155,15 @@ class Gate(seams.Hook):
                     grads = self._share(call, grads, shares)
                 else:
                     now = self._aliases(port.read(whole), foreign)
+        seen = None if call.again else flow.receiver.seen
         for spot, tensor in values:
             if now:
                 tensor = now.get(spot.path, tensor)
-            new = flow.receiver.value(spot, tensor, call)
+            if seen is not None and not tensor.is_inference():
+                seen.append((spot, tensor.detach(), version_of(tensor), None))
+                new = None
+            else:
+                new = flow.receiver.value(spot, tensor, call)
             if new is not None and new is not tensor:
                 now[spot.path] = tensor = new
             acted.at(tensor, spot)
@@ -202,6 +232,8 @@ class Leaving(seams.Hook):
         returned = gate.end_shares(shares, output) if shares else None
         if returned:
             output = put(output, returned)
+        elif port is not None and gate.put_down(port, call, output, given):
+            return None
         new = None if port is None else gate.take(port, call, output, output, given)
         flow.receiver.called()
         return output if new is None and returned else new

@@ -149,14 +149,14 @@ def _edges(node: Any, wanted: dict[_Key, list[Share]], second_order: Sequence[ra
                 continue
             if isinstance(key, tuple) and number < key[1]:
                 raise SiteError(
-                    f"{share.spot}: part of the graph was made by another thread, so that the module's share of the "
-                    "gradient of its input cannot be told.\n  capture the grad_output of the module before"
+                    f"{share.spot}: part of the graph was made by another thread, so unsum cannot tell which part of "
+                    "the input's gradient comes through this module.\n  capture the grad_output of the module before it"
                 )
             if share.exposed:
                 raise SiteError(
-                    f"{share.spot}: the module returns a view of its input, which was changed in place afterwards: the "
-                    "module's share of the gradient cannot be told from that of others.\n  change it out of place "
-                    "(y = y + 1; inplace=False), or take the module's grad_output"
+                    f"{share.spot}: the module returns a view of its input, which was changed in place afterwards, so "
+                    "unsum cannot tell which part of the input's gradient comes through this module.\n  change it out "
+                    "of place (y = y + 1, not y += 1; inplace=False), or take the module's grad_output"
                 )
             if from_base and not node.name().endswith("CopySlices"):
                 continue
@@ -164,7 +164,7 @@ def _edges(node: Any, wanted: dict[_Key, list[Share]], second_order: Sequence[ra
                 yield slot, share, from_base
             elif any(number in made for made in second_order):
                 raise SiteError(
-                    f"{share.spot}: in a second-order backward the module's share of the gradient of its input cannot "
-                    "be told from that of others.\n  take the first-order one in a block of its own, or capture "
-                    "the grad_output of the module before"
+                    f"{share.spot}: in a second-order backward (create_graph=True) unsum cannot tell which part of the "
+                    "input's gradient comes through this module.\n  capture the first-order gradient in a block of its "
+                    "own, or the grad_output of the module before it"
                 )

@@ -22,8 +22,9 @@ def _line(flow: Flow, number: int) -> str:
     site, places = flow.requests.asked[number], list(flow.requests.places[number].values())
     if not places:
         near = difflib.get_close_matches(str(site), [f"{name}:{site.kind}" for name in flow.requests.marked], 3, 0.3)
+        name = flow.requests.mark_in(site)
         return f"{site}: no tensor was marked with this name in this block" + (
-            f"; near: {', '.join(map(repr, near))}" if near else ""
+            f"; near: {', '.join(map(repr, near))}" if near else f"; mark one: y = unsum.mark(y, {name!r})"
         )
     reason = why(flow, places[0], site)
     if len(places) == 1:
@@ -49,7 +50,7 @@ def why(flow: Flow, place: Place, site: Site) -> str:
             "this rank's"
         )
     if not flow.expected.backwards:
-        return "no backward ran in this block"
+        return "no backward ran in this block; call loss.backward() inside it"
     return "no gradient reached it: it is not used in what was differentiated, or only detached"
 
 

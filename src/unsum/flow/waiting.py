@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from unsum import seams
+from unsum.acted import Acted
 from unsum.errors import SiteError, UnsupportedError
 from unsum.flow import inplace
 from unsum.flow.picking import Spot
@@ -17,6 +18,7 @@ from unsum.seams.nodes import next_number
 from unsum.seams.tensors import base_of, version_of
 
 Arrived = Callable[[Spot, Tensor], Tensor | None]
+_is_batched = seams.is_batched
 
 
 class Watch(seams.TensorHook):
@@ -55,21 +57,26 @@ class Watch(seams.TensorHook):
             node = anchor.find(roots)
         except inplace.LostError as why:
             raise SiteError(
-                f"{self.spot}: the tensor was changed in place afterwards, and the gradient of its old value cannot "
-                f"be told from others: {why}.\n  change it out of place (y = y + 1; inplace=False), or take the "
-                "gradient at another site"
+                f"{self.spot}: the tensor was changed in place afterwards, and the gradient of its old value is lost: "
+                f"{why}.\n  change it out of place (y = y + 1, not y += 1; inplace=False), or take the gradient at "
+                "another site"
             ) from None
         if node is not None:
             self.move_to(node, partial(self._at_base, anchor))
             self.anchor = None
 
-    def let_go(self, refusal: str | None = None) -> None:
-        """Stop. With a refusal the hook stays in the graph, to raise if that is walked after all."""
-        if refusal is None:
-            self._arrived = None
-            self.remove()
-        else:
-            self._arrived = partial(_refuse, refusal)
+    @staticmethod
+    def take_off(watches: Iterable[Watch]) -> None:
+        """Stop waiting."""
+        for watch in watches:
+            watch._arrived = None
+            hooks = watch.hooks_dict_ref()
+            if hooks is not None:
+                hooks.pop(watch.key, None)
+
+    def refuse(self, why: str) -> None:
+        """Stop waiting, but stay in the graph, to raise if that is walked after all."""
+        self._arrived = partial(_refuse, why)
 
 
 def _copied(arrived: Arrived, spot: Spot, grad: Tensor) -> Tensor | None:
@@ -81,11 +88,19 @@ def _refuse(why: str, spot: Spot, grad: Tensor) -> None:
     raise SiteError(f"{spot}: {why}")
 
 
+class _Receiver(Protocol):
+    """What gets the gradients: where they are put down by reference, or else `gradient`."""
+
+    @property
+    def seen(self) -> list[Any] | None: ...
+    def gradient(self, spot: Spot, grad: Tensor, backward: int) -> Tensor | None: ...
+
+
 class Expected:
     """The gradients that a block waits for, and the backwards that bring them."""
 
-    def __init__(self, receive: Callable[[Spot, Tensor, int], Tensor | None]) -> None:
-        self._receive = receive
+    def __init__(self, receiver: _Receiver, acted: Acted) -> None:
+        self._receiver, self._acted = receiver, acted
         self.backwards = 0  # so many have begun
         self.watches: list[Watch] = []
         self.shares: list[Share] = []
@@ -101,6 +116,7 @@ class Expected:
         if len(watches) > self._many:
             self.watches = watches = [watch for watch in watches if not watch.is_dead()]
             self._many = 1024 + 2 * len(watches)
+            self._acted.sort_if_many()
         watches.append(Watch(spot, tensor, self.arrived))
 
     def add_returned(self, share: Share, alias: Tensor) -> None:
@@ -112,12 +128,17 @@ class Expected:
 
     def arrived(self, spot: Spot, grad: Tensor) -> Tensor | None:
         """The gradient of a spot has come. What flows on instead, or None."""
-        if seams.is_batched(grad):
+        if _is_batched(grad):
             raise UnsupportedError(
                 f"{spot}: torch.autograd.grad(..., is_grads_batched=True) runs the backward under vmap, where what "
                 "flows cannot be captured or edited.\n  call it once for each row"
             )
-        return self._receive(spot, grad, self.backwards)
+        receiver = self._receiver
+        seen = receiver.seen
+        if seen is not None and spot.kind != "grad" and not grad.requires_grad:
+            seen.append((spot, grad, version_of(grad), self.backwards))
+            return None
+        return receiver.gradient(spot, grad, self.backwards)
 
     def is_somebodys(self) -> bool:
         """Whether this is somebody's `torch.autograd.grad` inside a backward, whose result he handles himself."""
@@ -125,8 +146,11 @@ class Expected:
 
     def let_go(self, refusal: str | None) -> None:
         """Stop waiting. With a refusal the hooks stay in the graph, to raise if that is walked after all."""
-        for watch in self.watches:
-            watch.let_go(refusal)
+        if refusal is None:
+            Watch.take_off(self.watches)
+        else:
+            for watch in self.watches:
+                watch.refuse(refusal)
         self.watches.clear()
         self.shares.clear()
 
@@ -142,6 +166,7 @@ class Expected:
         self._collections[-1].wait(self.shares, call.roots, self._second_order)
 
     def after_backward(self, *, failed: bool) -> None:
+        self._acted.sort_if_many()
         self._accumulates.pop()
         self._collections.pop().end(failed=failed)
         if self._accumulates:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from unsum.check import LossFunction, losses_by_sample
-from unsum.errors import InteractionError, SamplesError
+from unsum.errors import InteractionError, NotAvailable, WrongCount
 from unsum.gathered import Gradients
 from unsum.gradients import gradients
 from unsum.learn.state import set_aside
@@ -35,7 +35,10 @@ def by_sample(
         interacting = str(error).splitlines()[0]
         g = _run(model, loss_fn, batch, samples, exact, "exact")
     if len(g.ids) != n:
-        raise SamplesError(f"loss_fn returned {n} losses for {len(g.ids)} samples; samples= says where the samples are")
+        raise WrongCount(
+            f"loss_fn returned {n} losses for {len(g.ids)} samples.",
+            write='unsum.report(model, loss_fn, batch, "report.html", samples=unsum.dim(1))  # where the samples are',
+        )
     norms = g[Norms].norms().double().cpu()
     far, limit = outliers(norms)
     tokens, left_out = _tokens(g[TokenNorms])
@@ -72,7 +75,7 @@ def _longest(samples: Samples) -> int | None:
 def _tokens(reducer: TokenNorms) -> tuple[Tensor | None, list[str]]:
     try:
         norms = reducer.norms().double().cpu()
-    except SamplesError:
+    except NotAvailable:
         return None, []
     return (norms, reducer.left_out) if norms.shape[1] > 1 else (None, [])
 

@@ -56,22 +56,6 @@ def plain(value: Any, digits: int = 6) -> Any:
     return value
 
 
-def histogram(counts: Sequence[int], kind: str) -> str:
-    """Bars of a histogram, the highest as high as the picture; heights by square root, so that tails can be seen."""
-    if not counts:
-        return ""
-    most, width = max(counts) ** 0.5, 72 / len(counts)
-    steps = []
-    for k, count in enumerate(counts):
-        if count:
-            height = max(1.0, 20 * count**0.5 / most)
-            steps.append(f"M{k * width:.4g} 20v-{height:.3g}h{width * 0.86:.3g}V20z")
-    return (
-        f'<svg class="hist {kind}" viewBox="0 0 72 20" width="72" height="20" aria-hidden="true">'
-        f'<path d="{"".join(steps)}"/></svg>'
-    )
-
-
 def bars(norms: Tensor, far: set[int], limit: float, ids: Sequence[int]) -> tuple[float, str]:
     """How high it reaches, and a bar for each sample. No text in it: it is stretched to the width of the page."""
     values = norms.nan_to_num(0.0, 0.0, 0.0).tolist()

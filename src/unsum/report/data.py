@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 
 from torch import Tensor
 
 from unsum.check import Checked
+from unsum.notebook import LARGEST, element, framed
 from unsum.report.measure import Stats
 
 
@@ -74,9 +76,9 @@ class BySample:
     interacting: str | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
-    """A report: where the page is, and what it shows, as data. Print it for a summary.
+    """A report: where the page is, and what it shows, as data. It prints as a summary; in a notebook it shows the page.
 
     Examples:
         >>> import tempfile, torch, unsum
@@ -118,3 +120,17 @@ class Report:
         lines += [f"  {flag.kind:<11} {flag.where}: {flag.text}" for flag in self.flags]
         lines += [f"  no {section}: {' '.join(why.split())}" for section, why in self.missing.items()]
         return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The page in a frame, below a line that says where it is; without one, the summary."""
+        try:
+            page = self.path.read_text(encoding="utf-8")
+        except OSError:
+            page = ""
+        if not 0 < len(page) <= LARGEST:
+            gone = "" if page else '<div class="note">The page is no longer there.</div>'
+            return element(f"<pre>{escape(str(self))}</pre>{gone}")
+        told = f'<div class="note">{escape(str(self).splitlines()[0])}</div>'
+        return element(told + framed(page, f"{self.title}: report"))

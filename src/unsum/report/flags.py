@@ -28,7 +28,7 @@ RULES = {
     "outlier": f"a sample's gradient norm is above median + {SPREADS} · 1.4826 · MAD (MAD: the median distance from "
     "the median; with its factor, 5 % of the median at least), among five samples or more; or it is not finite.",
     "interacting": "what a sample gets depends on the other samples of the batch.",
-    "check": "gradients by sample differ from those of plain autograd.",
+    "check": "per-sample gradients differ from those of plain autograd.",
 }
 
 _CHANNELS_FIRST = ("Conv", "BatchNorm", "InstanceNorm", "GroupNorm")
@@ -91,16 +91,16 @@ def _is_finite(layer: Layer) -> bool:
 # ---- gradients that fade or grow ------------------------------------------------------------------------------------
 
 
-def reference(found: Statistics) -> tuple[str, float] | None:
+def reference(layers: Sequence[Layer]) -> tuple[str, float] | None:
     """The last layer that a gradient came back to, and its norm: what the others are compared with."""
-    for layer in reversed(found.layers):
+    for layer in reversed(layers):
         if layer.is_leaf and layer.gradient is not None and layer.gradient.is_finite and layer.gradient.norm > 0:
             return layer.name, layer.gradient.norm
     return None
 
 
 def _gradients(found: Statistics) -> Iterator[Flag]:
-    against = reference(found)
+    against = reference(found.layers)
     if against is None:
         return
     end, norm = against

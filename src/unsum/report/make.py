@@ -91,9 +91,9 @@ def report(
         found, picture = _seen(model, loss_fn, batch, missing, line)
         n = len(found.losses)
         tokens, said = words(text, batch, n), labelled(labels, n)
-        line.step("gradients by sample")
+        line.step("per-sample gradients")
         ask = lambda: by_sample(model, loss_fn, batch, samples=samples, n=n, elements=found.elements)
-        each = _part("gradients by sample", missing, ask)
+        each = _part("per-sample gradients", missing, ask)
         line.step("the check")
         checked = _checked(model, loss_fn, batch, samples, check, found, missing)
         line.step("the page")
@@ -190,7 +190,7 @@ def _far(norm: float, limit: float) -> str:
 
 
 def _more(each: BySample | None, checked: Checked | None) -> list[Flag]:
-    """What the gradients by sample and the check have to say."""
+    """What the per-sample gradients and the check have to say."""
     flags = []
     if each is not None:
         for k in each.outliers:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from unsum.capture import capture
 from unsum.check import LossFunction, losses_by_sample
-from unsum.errors import SamplesError
+from unsum.errors import EmptyData, NoGradient
 from unsum.flow.captured import Captured
 from unsum.graph.nodes import ordered
 from unsum.nested import leaves
@@ -30,7 +30,7 @@ def statistics(model: nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[Sta
     with capture(model, *everything, reduce=measuring, missing="ignore") as got:
         losses = losses_by_sample(loss_fn, model, batch)
         if not len(losses):
-            raise SamplesError("there is nothing to report: the batch has no samples")
+            raise EmptyData("there is nothing to report: the batch has no samples.", write="batch = next(iter(loader))")
         try:
             wanted = trainable(names)
             brought = differentiate(losses.sum(), wanted)
@@ -44,7 +44,9 @@ def differentiate(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[
     """The gradient of every parameter that the loss reaches. No `.grad` is written, so that nothing which waits for one
     (an optimiser that steps in the backward) is called; where torch refuses that, `.grad` is set aside meanwhile."""
     if not loss.requires_grad:
-        raise SamplesError("the losses do not depend on any parameter that requires a gradient")
+        raise NoGradient(
+            "the losses do not depend on any parameter that requires a gradient.", write="model.requires_grad_(True)"
+        )
     brought: Sequence[Tensor | None]
     if any(node.name() == "CheckpointFunctionBackward" for node in ordered([loss.grad_fn])):  # the reentrant kind
         loss.backward(retain_graph=True)

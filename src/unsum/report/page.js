@@ -44,10 +44,36 @@
     }));
   }
 
+  // ---- the contents bar leads to sections that are closed, too ----------------------------------------------------
+
+  document.addEventListener("click", (event) => {
+    const link = event.target.closest?.('a[href^="#"]');
+    const place = link && $(decodeURIComponent(link.getAttribute("href").slice(1)));
+    if (!place) return;
+    const section = place.closest("details.section");
+    if (section) section.open = true;
+    if (document.URL !== "about:srcdoc") return;  // there, within a notebook, such a link would lead to the notebook
+    event.preventDefault();
+    all(".aimed").forEach((before) => before.classList.remove("aimed"));
+    place.classList.add("aimed");
+    place.scrollIntoView();
+  });
+
   // ---- the picture: a page of its own, as high as it needs to be and no higher than the window ---------------------
 
+  const unpack = async (text) => {
+    const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+    const lines = (await new Response(stream).text()).split("\n");
+    const forms = lines.splice(0, Number(lines.shift()));
+    return lines.map((line) => {
+      const [form, ...numbers] = line.split(" ");
+      return forms[form].replace(/\x01/g, () => numbers.shift());
+    }).join("\n");
+  };
   const frame = document.querySelector("#picture iframe");
   if (frame) {
+    const folding = frame.closest("details");
     const needed = () => frame.contentDocument.body.getBoundingClientRect().height + 2;
     const fit = () => { frame.style.height = `${Math.min(innerHeight * 0.92, needed())}px`; };
     const grow = () => { if (needed() > frame.clientHeight) fit(); };
@@ -55,10 +81,27 @@
       fit();
       new MutationObserver(grow).observe(frame.contentDocument.body, { childList: true, subtree: true });
     };
-    if (frame.contentDocument?.readyState === "complete" && frame.contentDocument.URL === "about:srcdoc") ready();
-    else frame.addEventListener("load", ready);
-    frame.closest("details").addEventListener("toggle", () => { if (frame.contentDocument?.body) fit(); });
-    addEventListener("beforeprint", () => { frame.style.height = `${needed()}px`; });
+    folding.addEventListener("toggle", async () => {
+      if (frame.hasAttribute("srcdoc")) return fit();
+      frame.addEventListener("load", ready);
+      frame.srcdoc = typeof DecompressionStream === "undefined" ? "This browser is too old to unpack the picture." : await unpack($("folding").textContent);
+    });
+    addEventListener("beforeprint", () => { if (frame.hasAttribute("srcdoc")) frame.style.height = `${needed()}px`; });
+  }
+
+  // ---- layers: histograms, heights by square root, so that tails can be seen --------------------------------------
+
+  const histogram = (counts, kind) => {
+    if (counts.length === 1) return histogram([0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, counts[0], 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], kind);  // one value: a bar
+    const most = Math.sqrt(Math.max(...counts));
+    const width = 72 / counts.length;
+    const bar = (count, k) => (count ? `M${(k * width).toFixed(2)} 20v${-Math.max(1, (20 * Math.sqrt(count)) / most).toFixed(2)}h${(width * 0.86).toFixed(2)}V20z` : "");
+    return `<svg class="hist ${kind}" viewBox="0 0 72 20" width="72" height="20" aria-hidden="true"><path d="${counts.map(bar).join("")}"/></svg>`;
+  };
+  for (const cell of all("td[data-drawn]")) {
+    const { drawn } = cell.dataset;
+    const { histogram: counts } = data.layers[Number(cell.parentNode.id.slice("layer-".length))][drawn];
+    if (counts.length) cell.insertAdjacentHTML("afterbegin", histogram(counts, drawn));
   }
 
   // ---- layers: filter ----------------------------------------------------------------------------------------------
@@ -99,11 +142,11 @@
     tip.style.top = `${event.clientY + 18 + height > innerHeight ? event.clientY - height - 10 : event.clientY + 18}px`;
   };
   document.addEventListener("pointermove", (event) => {
-    const place = event.target.closest?.("[data-tip], .bars rect");
+    const place = event.target.closest?.("[data-tip], .bars rect, .slot");
     if (!place) return event.target.id === "matrix" ? undefined : tell(event, "");
-    tell(event, place.dataset.tip ?? about(Number(place.dataset.sample)));
+    tell(event, place.dataset.tip ?? place.getAttribute("aria-label") ?? about(Number(place.dataset.sample)));
   });
-  document.addEventListener("pointerleave", (event) => tell(event, ""));
+  for (const kind of ["pointerleave", "scroll"]) document.addEventListener(kind, (event) => tell(event, ""));
 
   // ---- samples -----------------------------------------------------------------------------------------------------
 
@@ -175,8 +218,9 @@
     // Padding is zero by definition, and would take the colours' lower end.
     const scales = norms.map((row, i) => extent(row.filter((norm, position) => norm !== 0 && (!text || position + ahead < text[i].length))));
     const over = scales.reduce(([low, high], [l, h]) => [Math.min(low, l), Math.max(high, h)], [Infinity, 0]);
-    $("token-least").textContent = together ? brief(over[0]) : "least";
-    $("token-most").textContent = together ? brief(over[1]) : "most";
+    const known = over[0] <= over[1];  // else there is no finite norm
+    $("token-least").textContent = !together ? "least" : known ? brief(over[0]) : "";
+    $("token-most").textContent = !together ? "most" : known ? brief(over[1]) : "no finite norm";
     const box = document.createDocumentFragment();
     rows.forEach((k, i) => {
       const line = make("div", "", { className: "line" });

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from html import escape
 
 import torch
 from torch import nn
 
 from unsum.check import interaction_told
+from unsum.report import captions
 from unsum.report.charts import bars, brief, plain
 from unsum.report.data import BySample, Flag, Report
+from unsum.report.depth import depth_chart
 from unsum.report.embed import embedded
 from unsum.report.flags import RULES
-from unsum.report.frame import document, inlined, scrolled, section, version
+from unsum.report.folding import packed, shortened
+from unsum.report.frame import Section, document, inlined, scrolled, section, version
 from unsum.report.measure import DRAWN
 from unsum.report.tables import LISTED, check_table, chip, coverage_table, layers_table, losses_table, samples_table
 
@@ -38,7 +42,7 @@ def write(made: Report, model: nn.Module) -> None:
 def page(made: Report, model: nn.Module) -> str:
     """The whole page."""
     sections = [
-        _findings(made), _picture(made), _layers(made), _samples(made), _tokens(made), _similarity(made),
+        _samples(made), _tokens(made), _findings(made), _similarity(made), _depth(made), _layers(made), _picture(made),
         _coverage(made), _check(made), _rules(),
     ]  # fmt: skip
     data = json.dumps(plain(embedded(made)), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
@@ -47,7 +51,8 @@ def page(made: Report, model: nn.Module) -> str:
         f'<script type="application/json" id="data">{data.replace("<", chr(92) + "u003c")}</script>\n'
         f"<script>\n{inlined('page.js')}</script>\n"
     )
-    return document(f"{made.title}: report", _header(made, model), "".join(sections), scripts=scripts)
+    style = inlined("curves.css")
+    return document(f"{made.title}: report", _header(made, model), sections, style=style, scripts=scripts)
 
 
 def _header(made: Report, model: nn.Module) -> str:
@@ -58,14 +63,27 @@ def _header(made: Report, model: nn.Module) -> str:
         "parameters": f"{parameters:,}",
         "layers": f"{len(made.layers):,}",
         "mean loss": brief(float(losses.mean())),
-        "flags": f"{len(made.flags):,}",
     }
     items = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts.items())
     return (
-        f"<header><h1>{escape(made.title)}</h1><dl>{items}</dl>"
+        f'<header><h1>{escape(made.title)}</h1><p class="small">One forward and one backward of a batch: what flows '
+        f"through the layers, and the gradient of each sample.</p><dl>{items}</dl>{_verdict(made)}"
         f'<p class="small">unsum {version()}, torch {torch.__version__}, model in '
         f"{'training' if model.training else 'evaluation'} mode</p></header>"
     )
+
+
+def _verdict(made: Report) -> str:
+    """How many flags of each kind there are, in one line."""
+    counts = Counter(flag.kind for flag in made.flags)
+    if not counts:
+        return '<p class="verdict calm">Nothing stands out in this batch.</p>'
+    told = " ".join(
+        f'<span class="chip {kind}">{title}: {counts[kind]:,}</span>'
+        for kind, title in _TITLES.items()
+        if kind in counts
+    )
+    return f'<p class="verdict"><a href="#findings">What to look at</a>: {told}</p>'
 
 
 def _absent(made: Report, name: str) -> str:
@@ -73,12 +91,13 @@ def _absent(made: Report, name: str) -> str:
     return f'<p class="absent">Not here: {escape(made.missing.get(name, "nothing was found"))}</p>'
 
 
-def _findings(made: Report) -> str:
+def _findings(made: Report) -> Section:
     by_kind: dict[str, list[Flag]] = {}
     for flag in made.flags:
         by_kind.setdefault(flag.kind, []).append(flag)
     if not by_kind:
-        return section("findings", "What to look at", '<p class="calm">Nothing stands out in this batch.</p>')
+        calm = '<p class="calm">Nothing stands out in this batch.</p>'
+        return section("findings", "What to look at", calm, name="Findings")
     at = {layer.name: k for k, layer in enumerate(made.layers)}
     items = []
     for kind, title in _TITLES.items():
@@ -91,7 +110,7 @@ def _findings(made: Report) -> str:
                 f'<details class="finding"{is_open}><summary>{chip(kind)}<b>{title}</b><span class="count">{len(flags)}'
                 f'</span></summary><ul>{lines}{more}</ul><p class="small">{escape(RULES[kind])}</p></details>'
             )
-    return section("findings", "What to look at", "".join(items))
+    return section("findings", "What to look at", "".join(items), lead=captions.FINDINGS, name="Findings")
 
 
 def _where(flag: Flag, at: dict[str, int]) -> str:
@@ -100,20 +119,26 @@ def _where(flag: Flag, at: dict[str, int]) -> str:
     return f'<a href="#layer-{at[layer]}">{name}</a>' if ":" in flag.where and layer in at else name
 
 
-def _picture(made: Report) -> str:
-    # Inlined, and as a page of its own within this one: the same that `picture.save("graph.html")` writes. In a quoted
-    # attribute only the quote and `&` have to be written otherwise; more would make the page half as large again.
-    inside = made.foldable.replace("&", "&amp;").replace("'", "&#39;").replace("</script", "&lt;/script")
+def _picture(made: Report) -> Section:
+    # Also as a page of its own within this one, almost the same that `picture.save("graph.html")` writes; page.js
+    # unpacks it when it is first asked for.
     body = (
         f'<figure class="scroll" tabindex="0" role="region" aria-label="Picture of the graph">{made.picture}</figure>'
-        f'<details class="folding"><summary>Fold and unfold its modules</summary><iframe title="Picture that folds" '
-        f"srcdoc='{inside}'></iframe></details>"
+        '<details class="folding"><summary>Fold and unfold its modules</summary><iframe title="Picture that folds">'
+        f'</iframe></details><script type="text/plain" id="folding">{packed(shortened(made.foldable))}</script>'
     )
-    lead = "The graph that the backward walks, from the sum of the losses to the parameters."
-    return section("picture", "The picture", body if made.picture else _absent(made, "picture"), lead=lead)
+    body = body if made.picture else _absent(made, "picture")
+    return section("picture", "The graph", body, lead=captions.PICTURE, name="Graph")
 
 
-def _layers(made: Report) -> str:
+def _depth(made: Report) -> Section | None:
+    chart = depth_chart(made.layers)
+    if not chart:
+        return None
+    return section("depth", "Gradient norm by depth", chart, lead=captions.DEPTH, name="Depth")
+
+
+def _layers(made: Report) -> Section:
     kinds = dict.fromkeys(flag for layer in made.layers for flag in layer.flags)
     choices = "".join(f'<option value="{kind}">{kind}</option>' for kind in kinds)
     tools = (
@@ -125,8 +150,7 @@ def _layers(made: Report) -> str:
     )
     table = scrolled(layers_table(made.layers, type_name(made)), "Statistics of each layer")
     note = _absent(made, "gradients") if "gradients" in made.missing else ""
-    lead = "In the order of the calls. A heading sorts; a histogram runs from the smallest value to the largest."
-    return section("layers", "Layers", tools + note + table, lead=lead)
+    return section("layers", "Layers", tools + note + table, lead=captions.LAYERS)
 
 
 def type_name(made: Report) -> str:
@@ -135,11 +159,11 @@ def type_name(made: Report) -> str:
     return f"{root} (the model)"
 
 
-def _samples(made: Report) -> str:
+def _samples(made: Report) -> Section:
     each = made.samples
     if each is None:
         losses = scrolled(losses_table(made.losses.double().tolist()), "Loss of each sample")
-        return section("samples", "Samples", _absent(made, "gradients by sample") + losses)
+        return section("samples", "Samples", _absent(made, "per-sample gradients") + losses)
     picker = (
         '<div class="tools"><label>Sample <select id="picker"><option value="">none picked</option></select></label>'
         '<button type="button" id="before" aria-label="Previous sample">←</button>'
@@ -147,17 +171,20 @@ def _samples(made: Report) -> str:
         '<div id="picked" aria-live="polite"></div>'
     )
     top, drawn = bars(each.norms, set(each.outliers), each.limit, each.ids)
-    dashed = f"; dashed: {brief(each.limit)}, above which a sample stands out" if math.isfinite(each.limit) else ""
+    limit = brief(each.limit)
+    dashed = f"; dashed line: {limit}, above it a sample stands out" if math.isfinite(each.limit) else ""
+    scale = f"gradient norm, from 0 to {brief(top)}{dashed}"
+    scale = scale if bool(each.norms.isfinite().any()) else "no gradient norm is finite"
     chart = (
-        f'<div class="chart"><span class="axis">{brief(top)}{dashed}</span>{drawn}'
+        f'<div class="chart"><span class="axis">{scale}</span>{drawn}'
         f'<span class="axis">sample {each.ids[0]}</span><span class="axis end">{each.ids[-1]}</span></div>'
     )
     note = f"<p class=small>The {LISTED} largest of {len(each.ids):,}.</p>" if len(each.ids) > LISTED else ""
     table = scrolled(
         samples_table(each, made.losses.double().tolist(), made.labels), "Loss and gradient norm of each sample"
     )
-    lead = "The norm of each sample's gradient over all parameters. Pick a sample, here or in any picture below."
-    return section("samples", "Samples", _interacting(each) + chart + picker + note + table, lead=lead)
+    body = _interacting(each) + chart + picker + note + table
+    return section("samples", "Samples", body, lead=captions.SAMPLES)
 
 
 def _interacting(each: BySample) -> str:
@@ -169,24 +196,21 @@ def _interacting(each: BySample) -> str:
     return f'<p class="absent">{why}. What is shown is each sample\'s share: {share}.</p>'
 
 
-def _tokens(made: Report) -> str:
+def _tokens(made: Report) -> Section | None:
     each = made.samples
     if each is None or each.tokens is None:
-        return ""
-    left = f" Left out, since their positions are others: {', '.join(each.left_out[:6])}." if each.left_out else ""
+        return None
+    names = ", ".join(each.left_out[:6])
+    left = f" Not counted, since their positions are not those of the input: {names}." if names else ""
     if len(each.left_out) > 6:
         left = left[:-1] + f" and {len(each.left_out) - 6} more."
-    lead = (
-        "The norm of each position's part of its sample's gradient: the stronger the colour, the larger."
-        f"{_on(made)}{escape(left)}"
-    )
     body = (
         '<div class="tools"><label>Colours <select id="token-scale"><option value="all">over all samples</option>'
         '<option value="each">within each sample</option></select></label>'
         '<span class="legend warm"><span id="token-least"></span><i></i><span id="token-most"></span></span>'
         '<output id="token-note"></output></div><div id="token-map"></div>'
     )
-    return section("tokens", "Tokens", body, lead=lead)
+    return section("tokens", "Tokens", body, lead=captions.tokens(_on(made), escape(left)))
 
 
 def _on(made: Report) -> str:
@@ -199,14 +223,14 @@ def _on(made: Report) -> str:
     return f" A position's colour is on the token that is predicted there, {far}, and not on the one that is read."
 
 
-def _similarity(made: Report) -> str:
+def _similarity(made: Report) -> Section | None:
     each = made.samples
     if each is None or each.similarity is None or len(each.ids) < 2:
-        return ""
+        return None
     shown = len(each.similarity.rows)
-    some = f" {shown} of {len(each.ids):,} samples, evenly over the batch and with its outliers." * (
-        shown < len(each.ids)
-    )
+    how = escape(each.similarity.how[:1].upper() + each.similarity.how[1:])
+    some = f" {shown} of {len(each.ids):,} samples, evenly over the batch and with its outliers."
+    note = f'<p class="small">{how}.{some * (shown < len(each.ids))}</p>'
     body = (
         '<div class="tools"><label class="box"><input type="checkbox" id="alike"> alike samples side by side</label>'
         '<span class="legend"><span>−1</span><i></i><span>1</span></span></div>'
@@ -214,34 +238,33 @@ def _similarity(made: Report) -> str:
         f'similarity of the gradients of {shown} samples; arrow keys move, Enter picks"></canvas>'
         '<output id="cell" aria-live="polite"></output></div>'
     )
-    lead = f"Cosines between the gradients of samples; {escape(each.similarity.how)}.{some}"
-    return section("similarity", "Similarity", body, lead=lead)
+    return section("similarity", "Similarity of samples", body + note, lead=captions.SIMILARITY, name="Similarity")
 
 
-def _coverage(made: Report) -> str:
+def _coverage(made: Report) -> Section:
     each = made.samples
     if each is None:
-        return section("coverage", "Coverage", _absent(made, "gradients by sample"), is_open=False)
+        return section("coverage", "Coverage", _absent(made, "per-sample gradients"), is_open=False)
     table = scrolled(coverage_table(each.coverage), "Where each parameter met data")
-    lead = f"Where each parameter met data, and how its gradients by sample were obtained; {escape(each.ruled)}."
-    return section("coverage", "Coverage", table, lead=lead, is_open=False)
+    ruled = f'<p class="small">{escape(each.ruled[:1].upper() + each.ruled[1:])}.</p>'
+    return section("coverage", "Coverage", ruled + table, lead=captions.COVERAGE, is_open=False)
 
 
-def _check(made: Report) -> str:
+def _check(made: Report) -> Section:
     checked = made.check
     if checked is None:
         return section("check", "Check", _absent(made, "check"), is_open=False)
     verdict = (
-        "every gradient by sample is that of plain autograd" if checked.ok else "not everything is as it should be"
+        "every per-sample gradient is that of plain autograd" if checked.ok else "not everything is as it should be"
     )
-    lead = f"{chip('ok' if checked.ok else 'wrong')} {verdict} (tolerance {brief(checked.tolerance)})."
+    told = f"<p>{chip('ok' if checked.ok else 'wrong')} {verdict} (tolerance {brief(checked.tolerance)}).</p>"
     why = interaction_told(checked.interacting) if checked.interacting else ""
     note = f'<p class="absent">{escape(why[:1].upper() + why[1:])}</p>' if why else ""
-    table = scrolled(check_table(checked), "Gradients by sample against plain autograd")
-    return section("check", "Check", note + table, lead=lead, is_open=not checked.ok)
+    table = scrolled(check_table(checked), "Per-sample gradients against plain autograd")
+    return section("check", "Check", told + note + table, lead=captions.CHECK, is_open=not checked.ok)
 
 
-def _rules() -> str:
+def _rules() -> Section:
     items = "".join(f"<div><dt>{chip(kind)}</dt><dd>{escape(rule)}</dd></div>" for kind, rule in RULES.items())
     more = (
         "<p>Statistics are over finite values, but for norms, which are NaN where a value is not finite; the standard "
@@ -249,4 +272,5 @@ def _rules() -> str:
         "losses were summed before the backward, so that a sample's gradient is that of its own loss. A histogram "
         f"counts {DRAWN:,} values at most, taken evenly.</p>"
     )
-    return section("rules", "What the flags mean", f'<dl class="rules">{items}</dl>{more}', is_open=False)
+    body = f'<dl class="rules">{items}</dl>{more}'
+    return section("rules", "What the flags mean", body, name="Flags", is_open=False)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from unsum.check import Checked
-from unsum.report.charts import brief, histogram
+from unsum.report.charts import brief
 from unsum.report.data import BySample, Layer
 from unsum.report.measure import Stats
 
@@ -66,15 +66,14 @@ def _cells(stats: Stats | None, kind: str) -> str:
         return '<td class="none" colspan="5" data-value="">no gradient came back</td>'
     size = max(abs(stats.min), abs(stats.max)) if not math.isnan(stats.min) else math.nan
     extremes = f"{brief(stats.min)} … {brief(stats.max)}"
-    tip = f"from {brief(stats.min)} to {brief(stats.max)}; heights by the square root of the count"
-    of = ""
+    tip = of = ""
     if not stats.is_finite:
         counts = f"{stats.nan:,} NaN" * bool(stats.nan), f"{stats.inf:,} ∞" * bool(stats.inf)
         some = ", ".join(filter(None, counts))
-        tip, of = f"{tip}; {some} left out", "of finite values"
+        tip, of = f' data-tip="{some} left out"', "of finite values"
         extremes = some if math.isnan(stats.min) else f"{some}<br>finite: {extremes}"
     return (
-        f'<td data-value="{size:.6g}" data-tip="{escape(tip)}">{histogram(stats.histogram, kind)}'
+        f'<td data-value="{size:.6g}"{tip} data-drawn="{kind}">'
         f'<span class="range">{extremes}</span></td>'
         f"{_number(stats.mean, of)}{_number(stats.std, of)}"
         f'<td class="number" data-value="{stats.zeros:.6g}">{stats.zeros:.0%}</td>{_number(stats.norm)}'
@@ -143,7 +142,7 @@ def coverage_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def check_table(checked: Checked) -> str:
-    """How far each parameter's gradients by sample are from plain autograd's."""
+    """How far each parameter's per-sample gradients are from plain autograd's."""
     rows = []
     for row in sorted(checked.rows, key=lambda row: -row.error):
         word = "ok" if row.error <= checked.tolerance else "wrong"
@@ -153,6 +152,6 @@ def check_table(checked: Checked) -> str:
         )
     heads = _head("parameter", "text") + _head("error", "number") + _head("verdict", "text")
     return (
-        '<table class="sortable" id="check-table"><caption class="unseen">Gradients by sample against plain autograd'
+        '<table class="sortable" id="check-table"><caption class="unseen">Per-sample gradients against plain autograd'
         f"</caption><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     )

@@ -12,12 +12,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from unsum import samples as sample_maps
 from unsum import seams
 from unsum.block import GradientsBlock
 from unsum.choice import choose
-from unsum.errors import InteractionError, OptionError, SamplesError, UnsupportedError
+from unsum.compiled.tapped import Tapped
+from unsum.errors import InteractionError, NotFinite, OptionError, UnsupportedError
 from unsum.gathered import Gradients
 from unsum.learn.probe import CannotBeAsked
 from unsum.opened import Opened
@@ -110,7 +112,7 @@ class ClipBlock(GradientsBlock):
         except CannotBeAsked as error:
             raise self._cannot_be_asked(error) from None
 
-    def before_backward(self, call: seams.Backward) -> Sequence[Tensor] | None:
+    def before_backward(self, call: seams.Backward) -> Sequence[Tensor | GradientEdge] | None:
         if not self._under_way:
             refuse_unclipped(self.name, call, self._given, has_parts=bool(self._names.parts))
         try:
@@ -119,29 +121,34 @@ class ClipBlock(GradientsBlock):
             raise self._cannot_be_asked(error) from None
         except InteractionError as error:
             raise InteractionError(
-                f"{self.name}: {_first_line(error)}\n  clipping bounds what one sample can do only where "
-                "samples stay apart: put LayerNorm or GroupNorm in the place of batch norm, say, or model.eval()"
+                f"{self.name}: {_first_line(error)}\n  Clipping bounds what one sample can do only if samples do not "
+                "interact.",
+                write=["model.eval()", "nn.GroupNorm(1, channels)  # or LayerNorm, in place of batch norm"],
             ) from None
 
     def after_backward(self, *, failed: bool) -> None:
         step = self._step if len(self._under_way) == 1 else None
         super().after_backward(failed=failed)
-        if failed or not isinstance(step, Step):
+        if failed or step is None:
             return
         if self._asks and self._forward.verification is not None and self._forward.verification.has_told:
             _verified.setdefault(self._model, set()).add(self._mode)
         self._deliver(step)
 
-    def _deliver(self, step: Step) -> None:
+    def _deliver(self, step: Step | Tapped) -> None:
         """Add the clipped sums of one backward, and what belongs to no sample."""
         norms = self.reducer.last_norms()
         is_scaled = step.reducing.unscale is not None  # by a scaler that skips the step then
         if norms is not None and not is_scaled and not bool(norms.isfinite().all()):
             row = int((~norms.isfinite()).int().argmax())
-            self._take_back(step.reducing, step.planned)
-            raise SamplesError(
+            self._forget(step)
+            raise NotFinite(
                 f"{self.name}: the gradient of sample {row} of this backward is not finite, and no bound "
-                "holds for it; .grad is as it was.\n  leave the sample out, or lower the learning rate"
+                "holds for it; .grad is as it was.",
+                write=[
+                    "keep = losses.isfinite(); loss_fn(model(x[keep]), y[keep]).backward()  # without that sample",
+                    "with unsum.watch(model) as w: ...  # w.last.nonfinite names the first such value",
+                ],
             )
         sums, nobodys = self.reducer.taken(), self._nobodys(step)
         unscale = step.reducing.unscale
@@ -161,9 +168,14 @@ class ClipBlock(GradientsBlock):
         add_to_grad([parameters[name] for name in reached], list(reached.values()))
         average_over_ranks(self._wrapper, list(self._given.unique.values()))
 
-    def _nobodys(self, step: Step) -> dict[str, Tensor]:
+    def _forget(self, step: Step | Tapped) -> None:
+        self._take_back(step.reducing, step.planned if isinstance(step, Step) else None)
+
+    def _nobodys(self, step: Step | Tapped) -> dict[str, Tensor]:
         """What belongs to no sample: a penalty on the weights. It is not clipped, so it may not be data."""
-        found = step.nobodys
+        found = (
+            step.nobodys if isinstance(step, Step) else {}
+        )  # a compiled call whose loss has such a part runs eagerly
         if not found:
             return found
         ids = getattr(self._options.samples, "given", None)
@@ -172,20 +184,20 @@ class ClipBlock(GradientsBlock):
             what = (
                 "positions with id -1 may" if has_nobody else "a penalty in the loss, or a use of parameters alone, may"
             )
-            self._take_back(step.reducing, step.planned)
+            self._forget(step)
             raise UnsupportedError(
                 f"{self.name}: {', '.join(list(found)[:4])}: a part of the gradient belongs to no sample "
-                f"({what} bring it), and cannot be clipped.\n  leave it out of the loss; a penalty on the weights is "
-                "the optimizer's weight_decay="
+                f"({what} bring it), and cannot be clipped.",
+                write="torch.optim.AdamW(model.parameters(), weight_decay=1e-2)  # not a penalty in the loss",
             )
         return found
 
     def _cannot_be_asked(self, error: CannotBeAsked) -> UnsupportedError:
         why = _first_line(error).removeprefix("verify=True: ")
         return UnsupportedError(
-            f"{self.name}: {why}\n  the first step runs the model again with other samples' inputs, since "
-            "clipping that mixes samples protects nobody; verify=False goes without, if you know that samples do not "
-            "interact"
+            f"{self.name}: {why}\n  The first step runs the model again with other samples' inputs, to see that "
+            "samples do not interact. If you know that they do not, skip it.",
+            write=f"{self.name}(..., verify=False)",
         )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from unsum.choice import choose, first_names
-from unsum.errors import OptionError, SamplesError, UnsupportedError
+from unsum.errors import NoBackward, OptionError, UnsupportedError
 from unsum.seams.tensors import have_hooks, version_of
 from unsum.sites import Names
 from unsum.training.updates import innermost
@@ -90,18 +90,24 @@ class Left:
     def settle(self, covered: dict[str, nn.Parameter], frozen: set[nn.Parameter]) -> None:
         """Raise if `.grad` is not what blocks have left there. What `zero_grad` took away is put back."""
         if any(p.grad is not None and bool(p.grad.any()) for p in frozen):
-            raise SamplesError("unsum.private: a frozen parameter of the optimizer has a .grad: set it to None")
+            raise NoBackward(
+                "unsum.private: a frozen parameter of the optimizer has a .grad, which no block has clipped.",
+                write="optimizer.zero_grad()",
+            )
         for name, parameter in covered.items():
             grad, (left, version) = parameter.grad, self._grads.get(parameter, (None, 0))
             if left is not None and version_of(left) != version:
-                raise SamplesError(
-                    f"unsum.private: {name}.grad was changed after the block.\n  call every backward inside `with "
-                    "dp:`; dp.step() clears gradients itself"
+                raise NoBackward(
+                    f"unsum.private: {name}.grad was changed after the block; dp.step() clears gradients itself.",
+                    write="with dp: losses.sum().backward()  # every backward inside the block",
                 )
             if grad is not None and grad is not left and bool(grad.any()):
-                raise SamplesError(
-                    f"unsum.private: {name}.grad was not made inside the block, so it is not clipped.\n  call backward "
-                    "inside `with dp:`, and optimizer.zero_grad() after other backwards"
+                raise NoBackward(
+                    f"unsum.private: {name}.grad was not made inside the block, so it is not clipped.",
+                    write=[
+                        "with dp: losses.sum().backward()  # every backward inside the block",
+                        "optimizer.zero_grad()  # after other backwards",
+                    ],
                 )
             parameter.grad = left
 
@@ -116,7 +122,10 @@ def refuse_unprotected(covered: dict[str, nn.Parameter]) -> None:
     """Raise where somebody would see a gradient before it is clipped, and for numbers that get no noise."""
     if any(p.is_complex() for p in covered.values()):
         names = [name for name, p in covered.items() if p.is_complex()]
-        raise UnsupportedError(f"unsum.private: {listed(names)}: the noise is real, and these parameters are complex")
+        raise UnsupportedError(
+            f"unsum.private: {listed(names)}: complex parameters cannot be trained privately; the noise is real.",
+            write="torch.view_as_real(parameter)  # hold them as real parameters",
+        )
     if have_hooks(list(covered.values())):
         names = [name for name, p in covered.items() if have_hooks([p])]
         raise UnsupportedError(

@@ -33,7 +33,7 @@ class Flowing:
     """Looks at the outputs of modules, and at the gradients there, as they flow: a receiver of a `Flow`, as a capture
     is one. It keeps the norms of their rows, and no tensor."""
 
-    edits, refuses = False, None
+    edits, refuses, seen = False, None, None
 
     def __init__(self, requests: Requests, block: Tolerant) -> None:
         self.flow = Flow(requests, self)
@@ -52,6 +52,9 @@ class Flowing:
 
     def called(self) -> None:
         """A call is over."""
+
+    def differentiated(self, roots: Sequence[Any]) -> None:
+        """A backward begins."""
 
     def _look(self, spot: Spot, tensor: Tensor) -> None:
         if tensor.layout != torch.strided or tensor.is_nested or not tensor.numel():

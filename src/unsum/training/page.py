@@ -12,16 +12,21 @@ from statistics import median
 from unsum.destination import writable
 from unsum.errors import OptionError
 from unsum.report.charts import brief
-from unsum.report.frame import document, inlined, scrolled, section, version
+from unsum.report.curves import Chart, Values, finite
+from unsum.report.frame import Section, caption, document, inlined, scrolled, section, version
 from unsum.training import summary
-from unsum.training.curves import Chart, Values, layer_map
+from unsum.training.layer_map import layer_map
 from unsum.training.record import Layer, Record
 
 POINTS, COLUMNS, ROWS = 400, 100, 200  # drawn of a curve and of a map; rows of the table of outliers
-_RULE = (
-    "A sample stands out if its norm is above 3 times the median norm of its step (of the last 32 samples where a step "
+_OUTLIERS = caption(
+    "Samples whose gradients are far larger than those of the other samples in their step.",
+    "“times the median” compares a sample with the median sample of its step; the furthest come first.",
+    "the same sample again and again: look at its label and its content first.",
+) + (
+    '<p class="small">The rule: a norm above 3 times the median norm of its step (of the last 32 samples where a step '
     "has fewer), and above that median by 5 (threshold=) standard deviations of the norms' logarithms, estimated by "
-    "their median distance over the last 512 samples (window=). A norm that is not finite always stands out."
+    "their median distance over the last 512 samples (window=). A norm that is not finite always counts.</p>"
 )
 
 
@@ -39,16 +44,16 @@ def page(records: Sequence[Record], title: str) -> str:
     groups = summary.thinned(len(records), POINTS)
     sections = [
         _nonfinite(records), _refused(records), _norms(records, groups), _loss(records, groups),
-        _noise(records, groups), _outliers(records), _maps(records), _layers(records),
+        _noise(records, groups), _outliers(records), *_maps(records), _layers(records),
     ]  # fmt: skip
-    style = inlined("run.css", "unsum.training")
-    return document(title, _header(records, title), "".join(sections), style=style)
+    style = inlined("curves.css") + inlined("run.css", "unsum.training")
+    return document(title, _header(records, title), sections, style=style)
 
 
 def _header(records: Sequence[Record], title: str) -> str:
     spreads = [each for each in map(summary.spread, records) if each is not None]
-    noise = summary.finite([record.noise_scale for record in records])
-    loss = summary.finite([record.loss for record in records])
+    noise = finite([record.noise_scale for record in records])
+    loss = finite([record.loss for record in records])
     facts = {
         "steps watched": f"{len(records):,}",
         "samples": f"{sum(len(record.ids) for record in records):,}",
@@ -65,10 +70,10 @@ def _header(records: Sequence[Record], title: str) -> str:
     )
 
 
-def _nonfinite(records: Sequence[Record]) -> str:
+def _nonfinite(records: Sequence[Record]) -> Section | None:
     first = summary.first_nonfinite(records)
     if first is None or first.nonfinite is None:
-        return ""
+        return None
     where = first.nonfinite
     what = {"nan": "NaN", "inf": "infinite"}.get(where.value, where.value)
     facts = {
@@ -83,11 +88,12 @@ def _nonfinite(records: Sequence[Record]) -> str:
     )
     count = sum(record.nonfinite is not None for record in records)
     also = f" {count:,} of {len(records):,} watched steps have such a value." if count > 1 else ""
-    return (
+    html = (
         '<section class="alarm" id="nonfinite"><h2>A value is not finite</h2>'
         f"<p>The first value that is NaN or infinite, in the order of the forward and then of the backward.{also}</p>"
         f"<dl>{items}</dl></section>\n"
     )
+    return Section("nonfinite", "Not finite", html)
 
 
 def _refused(records: Sequence[Record]) -> str:
@@ -120,10 +126,10 @@ def _of(groups: Sequence[range]) -> str:
     return f" Each point stands for {size} watched steps." if size > 1 else ""
 
 
-def _norms(records: Sequence[Record], groups: Sequence[range]) -> str:
+def _norms(records: Sequence[Record], groups: Sequence[range]) -> Section | None:
     spreads = [summary.spread(record) for record in records]
     if not any(spreads):
-        return ""
+        return None
     low, middle, high = (
         summary.grouped([None if each is None else getattr(each, key) for each in spreads], groups, median)
         for key in ("low", "middle", "high")
@@ -136,35 +142,41 @@ def _norms(records: Sequence[Record], groups: Sequence[range]) -> str:
         _span(records), _steps(records, groups), "Gradient norms of samples over the steps: median, quartiles, largest",
         lines, band=("middle half of the samples", low, high), marks=marks, bad=_bad(records),
     )  # fmt: skip
-    lead = (
-        "The gradient norm of each sample: how strongly that sample alone pulls at all parameters. A sample far above "
-        f"the others is often mislabelled, damaged or rare.{_of(groups)}"
+    lead = caption(
+        "How strongly each sample of a step pulls at the parameters: the norm of its gradient, before the gradients of "
+        "the step are summed.",
+        "the line is the median sample of each step, the band the middle half of the samples, the grey line the "
+        f"largest.{_of(groups)}",
+        "a dot far above the band: a sample that is often mislabelled, damaged or rare. A band that keeps rising: "
+        "training becomes unstable.",
     )
-    return section("norms", "Gradient norms of samples", chart.html(), lead=lead)
+    return section("norms", "Gradient norms of samples", chart.html(), lead=lead, name="Samples")
 
 
 def _hover(each: summary.Outlier) -> str:
     return f"sample {each.id}, step {each.step:,}: norm {brief(each.norm)}. {each.text[:250]}".strip()
 
 
-def _loss(records: Sequence[Record], groups: Sequence[range]) -> str:
+def _loss(records: Sequence[Record], groups: Sequence[range]) -> Section | None:
     loss = [record.loss for record in records]
     if not any(value is not None for value in loss):
-        return ""
+        return None
     lines: list[tuple[str, str, Values]] = [("middle", "", summary.grouped(loss, groups, median))]
     chart = Chart(_span(records), _steps(records, groups), "Loss over the steps", lines, bad=_bad(records))
-    lead = (
-        "What was differentiated in each step, summed over its micro-batches: a sum or a mean over the samples, as the "
-        f"training code has it.{_of(groups)}"
+    lead = caption(
+        "The loss of each step, as the training code has it (a sum or a mean over the samples), summed over "
+        f"micro-batches.{_of(groups)}",
+        unusual="a jump that does not come back within a few steps. Above, the samples of that step tell whether a few "
+        "caused it.",
     )
     return section("loss", "Loss", chart.html(), lead=lead)
 
 
-def _noise(records: Sequence[Record], groups: Sequence[range]) -> str:
+def _noise(records: Sequence[Record], groups: Sequence[range]) -> Section | None:
     noise = [record.noise_scale for record in records]
     positive = [value if value is not None and 0 < value < math.inf else None for value in noise]
     if not any(value is not None for value in noise):
-        return ""
+        return None
     # The median is over all estimates: leaving out the negative ones would bias it.
     reach = max(2, len(records) // 40)
     smooth = [value if value is not None and value > 0 else None for value in summary.smoothed(noise, reach)]
@@ -181,24 +193,27 @@ def _noise(records: Sequence[Record], groups: Sequence[range]) -> str:
     known = [value for value in noise if value is not None]
     lost = sum(value <= 0 or value == math.inf for value in known)
     note = (
-        f" {lost:,} of {len(known):,} estimates are negative or infinite and not drawn: in these steps the mean "
-        "gradient is lost in the noise."
+        f'<p class="small">{lost:,} of {len(known):,} estimates are negative or infinite and not drawn: in these steps '
+        "the mean gradient is lost in the noise.</p>"
         if lost
         else ""
     )
-    lead = (
-        "How much samples' gradients disagree, in samples: tr Σ / |G|². A batch much smaller than this gives noisy "
-        f"steps; one much larger gains little (McCandlish et al., 2018).{note}"
+    lead = caption(
+        "How much the gradients of samples disagree, as a number of samples: the variance between samples, divided by "
+        "the squared norm of their mean (tr Σ / |G|², McCandlish et al., 2018).",
+        "compare it with the dashed line, the number of samples in a step. A batch much smaller than the noise scale "
+        "gives noisy steps; one much larger gains little. It usually grows as the loss falls.",
     )
-    return section("noise", "Gradient noise scale", chart.html(), lead=lead)
+    return section("noise", "Gradient noise scale", chart.html() + note, lead=lead, name="Noise scale")
 
 
-def _outliers(records: Sequence[Record]) -> str:
+def _outliers(records: Sequence[Record]) -> Section | None:
     if all(record.norms is None for record in records):
-        return ""
+        return None
     found = summary.outliers(records)
     if not found:
-        return section("outliers", "Samples that stand out", '<p class="calm">None.</p>', lead=_RULE)
+        calm = '<p class="calm">None.</p>'
+        return section("outliers", "Samples that stand out", calm, lead=_OUTLIERS, name="Outliers")
     has_texts = any(each.text for each in found)
     heads = "".join(f'<th scope="col" class="{kind}">{name}</th>' for name, kind in (
         ("sample", ""), ("step", "number"), ("norm", "number"), ("times the median", "number"),
@@ -214,36 +229,48 @@ def _outliers(records: Sequence[Record]) -> str:
     )
     note = f'<p class="small">The {ROWS} of {len(found):,} that stand out most.</p>' if len(found) > ROWS else ""
     table = f'<table id="outlier-table"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
-    return section(
-        "outliers", "Samples that stand out", note + scrolled(table, "Samples that stand out"), lead=escape(_RULE)
-    )
+    body = note + scrolled(table, "Samples that stand out")
+    return section("outliers", "Samples that stand out", body, lead=_OUTLIERS, name="Outliers")
 
 
-def _maps(records: Sequence[Record]) -> str:
+_MAPS = {
+    "norm": (
+        "Gradient norms of layers", "Layers",
+        "How large each layer's gradient was in each step: the root mean square, over samples, of its norms.",
+        "a layer that fades to white while the others stay (it stops learning), or that darkens from one step to the "
+        "next (it grows out of control).",
+    ),
+    "grad": (
+        "Gradient norms of layers", "Layers", "The norm of each layer's gradient in each step.",
+        "a layer that fades to white while the others stay (it stops learning), or that darkens from one step to the "
+        "next (it grows out of control).",
+    ),
+    "update": (
+        "Updates of layers", "Updates",
+        "How far the optimizer moved each layer's parameters in a step, divided by their norm.",
+        "about 0.001 is common. Much more is often unstable; much less hardly learns.",
+    ),
+}  # fmt: skip
+
+
+def _maps(records: Sequence[Record]) -> list[Section]:
     """Layers by steps: gradient norms, and, where there was an optimizer, sizes of updates."""
     names = summary.layer_names(records)
     norm = "norm" if summary.has(records, "norm") else "grad"
-    what = {
-        "norm": ("Gradient norms of layers", "The root mean square, over samples, of each layer's gradient norms."),
-        "grad": ("Gradient norms of layers", "The norm of each layer's gradient."),
-        "update": (
-            "Updates of layers",
-            "How far the optimizer moved each layer's parameters in a step, over their norm. About 0.001 is common; "
-            "much more is often unstable, much less hardly learns.",
-        ),
-    }
     groups = summary.thinned(len(records), COLUMNS)
-    size = (
-        f" A column is the largest of {len(groups[0])} watched steps." if len(groups[0]) > 1 else " A column is a step."
-    )
-    made = ""
+    size = len(groups[0])
+    column = f"the largest of {size} watched steps" if size > 1 else "a step"
+    made = []
     for key in (norm, "update"):
         if names and summary.has(records, key):
-            title, lead = what[key]
-            rows = [_largest(summary.layer_series(records, name, key), groups) for name in names]
+            title, name, what, unusual = _MAPS[key]
+            rows = [_largest(summary.layer_series(records, each, key), groups) for each in names]
             drawn = layer_map(names, rows, records[0].step, records[-1].step, f"{title} over the steps")
-            lead += f"{size} From the first layer, at the top, to the last."
-            made += section(f"map-{key}", title, drawn, lead=lead)
+            read = (
+                f"a row is a layer, the first one at the top; a column is {column}; the stronger the colour, the "
+                "larger. The number on the right is that of the last step."
+            )
+            made.append(section(f"map-{key}", title, drawn, lead=caption(what, read, unusual), name=name))
     return made
 
 
@@ -257,10 +284,10 @@ def _largest(values: Values, groups: Sequence[range]) -> list[float | None]:
     return found
 
 
-def _layers(records: Sequence[Record]) -> str:
+def _layers(records: Sequence[Record]) -> Section | None:
     last = next((record for record in reversed(records) if record.layers), None)
     if last is None:
-        return ""
+        return None
     columns = {
         "norm": "gradient norm", "largest": "largest sample's", "grad": "norm of the step's gradient",
         "weight": "weight norm", "update": "update / weight", "output": "output (RMS)",
@@ -272,13 +299,12 @@ def _layers(records: Sequence[Record]) -> str:
     )
     rows = "".join(_row(name, layer, shown) for name, layer in last.layers.items())
     table = f'<table id="layer-table"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
-    lead = (
-        f"Every layer with parameters of its own, in step {last.step:,}. Gradient norm: root mean square over samples. "
-        "RMS: root mean square over all numbers."
+    lead = caption(
+        f"Every layer with parameters of its own, in step {last.step:,}.",
+        "“gradient norm” is the root mean square over samples, RMS that over all numbers of a tensor.",
     )
-    return section(
-        "layers", "Layers in the last step", scrolled(table, "Layers in the last step"), lead=lead, is_open=False
-    )
+    table = scrolled(table, "Layers in the last step")
+    return section("layers", "Layers in the last step", table, lead=lead, name="Last step", is_open=False)
 
 
 def _row(name: str, layer: Layer, shown: Sequence[str]) -> str:

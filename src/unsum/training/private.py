@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from unsum import samples as sample_maps
-from unsum.errors import OptionError, SamplesError
+from unsum import seams
+from unsum.errors import OptionError, WrongCount
 from unsum.opened import Opened
 from unsum.sites import unwrapped
 from unsum.step.backward import Options
@@ -109,7 +110,10 @@ class Private:
     def begin_sampling(self) -> None:
         """A loader begins."""
         if self._seen:
-            raise OptionError("unsum.private: a batch was clipped, and no dp.step() came before the loader began anew")
+            raise OptionError(
+                "unsum.private: a batch was clipped, and the loader began anew before its step.",
+                write="dp.step()  # after every batch",
+            )
         self._part = None
 
     def begin_part(self, part: Part) -> None:
@@ -130,6 +134,7 @@ class Private:
         """Begin to clip: `with dp:` does. `samples=` is of this batch, as in `unsum.gradients`."""
         if self._opened is not None:
             raise OptionError("unsum.private: a block is open already; close() it first")
+        seams.refuse_capturing("unsum.private")
         covered = self._covered.parameters()
         refuse_unprotected(covered)
         self._left.settle(covered, self._covered.frozen())
@@ -172,10 +177,13 @@ class Private:
             raise OptionError("unsum.private: dp.step() comes after the block, not inside it")
         part, covered = self._part, self._covered.parameters()
         if part is not None and self._seen != part.rows:
-            raise SamplesError(
+            raise WrongCount(
                 f"unsum.private: {part.rows} examples were drawn, and {self._seen} samples had a backward inside the "
-                "block.\n  every example must be one sample, in one backward: copies of an example (augmentation) are "
-                "one sample with dp.open(samples=ids)"
+                "block. Every example must be one sample, in one backward.",
+                write=[
+                    "with dp: losses(model, batch).sum().backward()  # the whole batch, once",
+                    "dp.open(samples=ids)  # copies of an example (augmentation) have one id",
+                ],
             )
         self._left.settle(covered, self._covered.frozen())
         if part is not None and not part.is_last:

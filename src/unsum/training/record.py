@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field, fields
+from html import escape
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from unsum.notebook import element
+
 
 @dataclass(frozen=True)
 class NonFinite:
-    """The first value of a step that is NaN or infinite: in the order of the forward, then of the backward.
+    """The first value of a step that is NaN or infinite: in the order of the forward, then of the backward. Where a
+    parameter itself is not finite, `site` is its name: an earlier step has broken it.
 
     Examples:
         >>> print(NonFinite("fc1:output", "nan", sample=3, position=7, parameter="fc1.weight"))
         nan at fc1:output, sample 3, position 7, micro-batch 0, rank 0
+        >>> print(NonFinite("fc1.weight", "nan", parameter="fc1.weight"))
+        nan in fc1.weight, a parameter that was not finite before this step: watch with every=1 to find the cause
     """
 
     site: str  # "blocks.3.mlp:output", "fc1:grad_output", "fc1.weight:grad", "loss"
@@ -28,6 +34,11 @@ class NonFinite:
     rank: int = 0
 
     def __str__(self) -> str:
+        if self.site == self.parameter:
+            return (
+                f"{self.value} in {self.site}, a parameter that was not finite before this step: watch with every=1 to "
+                "find the cause"
+            )
         where = f"{self.value} at {self.site}"
         where += "" if self.sample is None else f", sample {self.sample}"
         where += "" if self.position is None else f", position {self.position}"
@@ -128,6 +139,10 @@ class Record:
         parts += [] if self.nonfinite is None else [f"NOT FINITE: {self.nonfinite}"]
         parts += [] if self.refused is None else [f"no norms: {self.refused.splitlines()[0]}"]
         return "  ".join(parts)
+
+    def _repr_html_(self) -> str:
+        layers = f"{len(self.layers):,} layers: .layers; all numbers: .as_dict()"
+        return element(f'<div>{escape(str(self))}</div><div class="note">{layers}</div>')
 
 
 def _middle(values: Tensor) -> float:

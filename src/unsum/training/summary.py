@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from statistics import median
 
+from unsum.report.curves import finite
 from unsum.training.record import Layer, Record
 
 
@@ -97,11 +98,6 @@ def ends(values: Sequence[float | None]) -> tuple[float, float] | None:
         return None
     few = min(5, max(1, len(known) // 5))
     return median(known[:few]), median(known[-few:])
-
-
-def finite(values: Sequence[float | None]) -> list[float]:
-    """The numbers of a series that are finite."""
-    return [value for value in values if value is not None and math.isfinite(value)]
 
 
 def thinned(count: int, most: int) -> list[range]:

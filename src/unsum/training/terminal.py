@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from unsum.report.charts import brief
+from unsum.report.curves import finite
 from unsum.training import summary
 from unsum.training.record import Record
 
@@ -74,7 +75,7 @@ def _curves(records: Sequence[Record], width: int, marks: str) -> list[str]:
     }
     found = [f"{'':15}{'first':>9} {'last':>9} {'largest':>9}"]
     for name, values in rows.items():
-        known = summary.finite(values)
+        known = finite(values)
         if known:
             numbers = " ".join(f"{brief(value):>9}" for value in (known[0], known[-1], max(known)))
             found.append(f"{name:15}{numbers}  {sparkline(values, width, marks)}")
@@ -107,14 +108,14 @@ def _layers(records: Sequence[Record], width: int, marks: str) -> list[str]:
     rows: list[tuple[float, str, list[float | None]]] = []
     for name in names:
         values = summary.layer_series(records, name, key)
-        known = summary.finite(values)
+        known = finite(values)
         rows.append((median(known) if known else -math.inf, name or "(the model)", values))
     rows.sort(key=lambda row: -row[0])
     room = max(12, min(max(len(name) for _, name, _ in rows[:_LISTED]), width - 65))
     what = f"Layers: {len(rows)}" + (f"; the {_LISTED} with the largest {head}" if len(rows) > _LISTED else "")
     lines = [what, f"  {'':{room}}  {'median':>9} {'last':>9}  {head} over time"]
     for middle, name, values in rows[:_LISTED]:
-        known = summary.finite(values)
+        known = finite(values)
         last = known[-1] if known else None
         shown = name if len(name) <= room else "…" + name[-room + 1 :]
         numbers = f"{brief(middle if known else None):>9} {brief(last):>9}"

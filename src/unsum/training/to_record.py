@@ -105,7 +105,11 @@ def _layers(seen: Observed) -> dict[str, Layer]:
 
 
 def _nonfinite(seen: Observed, found: Record, samples: Samples) -> NonFinite | None:
-    """The first value that is not finite: in the forward, in the loss, in the backward, in a parameter's gradient."""
+    """The first value that is not finite: in a parameter, from an earlier step; in the forward, in the loss, in the
+    backward, in a parameter's gradient."""
+    for name, norm in seen.weights.items():
+        if not math.isfinite(norm):
+            return NonFinite(name, "nan" if math.isnan(norm) else "inf", None, None, name, 0, found.rank)
     bad = [(rows, row) for rows, _, row in seen.rows if row >= 0]
     forward = [each for each in bad if each[0].spot.kind == "output"]
     losses = [k for k, loss in enumerate(seen.losses) if not math.isfinite(loss)]

@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from unsum import seams
 from unsum.block import GradientsBlock
 from unsum.errors import UnsumError
 from unsum.step.backward import Options
+
+_EXACT = 'unsum.watch(model, interacting="exact"), in a trainer Watch(interacting="exact")'
 
 
 class Tolerant(GradientsBlock):
@@ -32,6 +35,9 @@ class Tolerant(GradientsBlock):
         self.refused: UnsumError | None = None
 
     def _let_go(self, error: UnsumError) -> None:
+        # What a message proposes is written for a block of unsum.gradients.
+        told = str(error).replace('with unsum.gradients(model, interacting="exact") as g: ...', _EXACT)
+        error.args = (told,)
         if self._refuses:
             raise error
         self.refused = error
@@ -63,7 +69,7 @@ class Tolerant(GradientsBlock):
             self._let_go(error)
             return seams.NOTHING
 
-    def before_backward(self, call: seams.Backward) -> Sequence[Tensor] | None:
+    def before_backward(self, call: seams.Backward) -> Sequence[Tensor | GradientEdge] | None:
         if not self._under_way:
             self._call = call
             if call.accumulates:

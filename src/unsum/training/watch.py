@@ -16,6 +16,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from unsum import samples as sample_maps
+from unsum import seams
 from unsum.errors import OptionError
 from unsum.opened import Opened
 from unsum.reducers import Norms
@@ -102,6 +103,7 @@ class Watch:
         """A step begins. `step` is its number; without it, steps are counted from 0."""
         if self._opened is not None:
             raise OptionError("watch: a step is open already; close() it first")
+        seams.refuse_capturing("unsum.watch")
         self._number = self._number + 1 if step is None else step
         self._is_under_way = True
         for earlier in self._steps:

@@ -1,4 +1,4 @@
-"""Drawings of a run over its steps: curves, and a map of layers by steps.
+"""Curves over steps, or over layers.
 
 Lines are SVG that is stretched to the page's width; words are HTML beside it, so that they keep their size on a phone.
 """
@@ -11,11 +11,14 @@ from dataclasses import dataclass, field
 from html import escape
 
 from unsum.report.charts import brief
-from unsum.training import summary
 
 Values = Sequence[float | None]
-LEVELS = 10  # shades of a map
 NAMED = 12  # marks that may have their id beside them
+
+
+def finite(values: Values) -> list[float]:
+    """The numbers of a series that are finite."""
+    return [value for value in values if value is not None and math.isfinite(value)]
 
 
 @dataclass
@@ -30,12 +33,14 @@ class Chart:
     marks: list[tuple[int, float, str, str]] = field(default_factory=list)  # step, number, id, what hovering shows
     level: tuple[str, float] | None = None  # a dashed line at a number
     bad: Sequence[int] = ()  # steps at which something is not finite
+    slots: Sequence[tuple[str, str]] = ()  # of each step: a link, and what pointing at its column shows
+    below: str = ""  # what is written under it; the steps otherwise
 
     def html(self) -> str:
         """The chart with its legend and its axes."""
-        known = [value for _, _, values in self.lines for value in summary.finite(values)]
+        known = [value for _, _, values in self.lines for value in finite(values)]
         known += [value for _, value, _, _ in self.marks if math.isfinite(value)]
-        known += [] if self.band is None else summary.finite([*self.band[1], *self.band[2]])
+        known += [] if self.band is None else finite([*self.band[1], *self.band[2]])
         known += [] if self.level is None or not known else [self.level[1]]
         if not known:
             return '<p class="absent">No finite number to draw.</p>'
@@ -46,20 +51,21 @@ class Chart:
         parts += [f'<path class="bad" d="M{self._x(step):.5g} 0V100"/>' for step in self.bad[:200]]
         if self.level is not None:
             parts.append(f'<path class="level" d="M0 {axis(self.level[1]):.4g}H1000"/>')
-        parts += [f'<path class="line {kind}" d="{self._path(axis, values)}"/>' for kind, _, values in self.lines]
+        parts += [f'<path class="line {kind}" d="{self._path(axis, values, kind)}"/>' for kind, _, values in self.lines]
+        parts += self._slots()
         ticks = "".join(f'<span style="top:{axis(tick):.4g}%">{brief(tick)}</span>' for tick in axis.ticks)
         return (
             f'<figure class="curve">{self._legend(axis)}<div class="plot"><div class="ticks">{ticks}</div>'
             f'<div class="area"><svg viewBox="0 0 1000 100" preserveAspectRatio="none" role="img" '
-            f'aria-label="{escape(self.label)}">{"".join(parts)}</svg>{self._marked(axis)}</div></div>{self._below()}'
-            "</figure>"
+            f'aria-label="{escape(self.label)}">{"".join(parts)}</svg>{self._marked(axis)}</div></div>'
+            f"{self.below or self._below()}</figure>"
         )
 
     def _x(self, step: int) -> float:
         first, last = self.span
         return 500.0 if first == last else 1000 * (step - first) / (last - first)
 
-    def _path(self, axis: Axis, values: Values) -> str:
+    def _path(self, axis: Axis, values: Values, kind: str) -> str:
         found, is_drawn = [], False
         for step, value in zip(self.steps, values, strict=True):
             if value is None or not axis.has(value):
@@ -67,8 +73,17 @@ class Chart:
                 continue
             # A point between gaps is a line of no length, which has round ends.
             found.append(f"{'L' if is_drawn else 'M'}{self._x(step):.5g} {axis(value):.4g}{'' if is_drawn else 'h0'}")
-            is_drawn = True
+            is_drawn = kind != "dots"
         return "".join(found)
+
+    def _slots(self) -> list[str]:
+        """A column for each step, as wide as the space to its neighbours: it is pointed at, and leads somewhere."""
+        width = 1000 / max(1, len(self.steps) - 1)
+        return [
+            f'<a class="slot" href="{link}" aria-label="{escape(tip)}"><rect x="{self._x(step) - width / 2:.5g}" '
+            f'width="{width:.5g}" height="100"/></a>'
+            for step, (link, tip) in zip(self.steps, self.slots, strict=False)
+        ]
 
     def _band(self, axis: Axis, low: Values, high: Values) -> list[str]:
         runs: list[list[tuple[float, float, float]]] = [[]]
@@ -171,41 +186,3 @@ class Axis:
     def __call__(self, value: float) -> float:
         place = math.log10(value) if self.is_log else value
         return 100 - round(100 * (place - self._low) / ((self._high - self._low) or 1.0), 6)
-
-
-def layer_map(names: Sequence[str], rows: Sequence[Values], first: int, last: int, label: str) -> str:
-    """A map: a row for each layer, a column for each group of steps, the stronger the colour the larger the number."""
-    known = sorted(value for row in rows for value in summary.finite(row) if value > 0)
-    if not known:
-        return '<p class="absent">No number above zero to draw.</p>'
-    low, high = known[len(known) // 100], known[-1 - len(known) // 100]
-    reach = math.log(high / low) or 1.0
-    cells: dict[str, list[str]] = {}
-    for y, row in enumerate(rows):
-        for x, value in enumerate(row):
-            if value is None:
-                continue
-            share = math.log(value / low) / reach if 0 < value < math.inf else 0.0
-            kind = f"s{min(LEVELS - 1, max(0, int(share * LEVELS)))}" if math.isfinite(value) else "bad"
-            cells.setdefault(kind, []).append(f"M{x} {y}h1v1h-1z")
-    paths = "".join(f'<path class="{kind}" d="{"".join(each)}"/>' for kind, each in sorted(cells.items()))
-    lasts = [next(iter(summary.finite(row[::-1])), None) for row in rows]
-    titles = "".join(
-        f'<rect class="row" x="0" y="{y}" width="{len(row)}" height="1"><title>{escape(name or "(the model)")}: '
-        f"{brief(min(summary.finite(row), default=None))} to {brief(max(summary.finite(row), default=None))}, "
-        f"last {brief(lasts[y])}</title></rect>"
-        for y, (name, row) in enumerate(zip(names, rows, strict=True))
-    )
-    tall = 18 if len(names) <= 30 else 13
-    labels = "".join(f"<span><bdi>{escape(name or '(the model)')}</bdi></span>" for name in names)
-    numbers = "".join(f"<span>{brief(value)}</span>" for value in lasts)
-    bad = '<span class="cell">not finite</span>' if "bad" in cells else ""
-    return (
-        f'<div class="key"><span class="legend warm"><span>{brief(low)}</span><i></i><span>{brief(high)}</span></span>'
-        f'<em>logarithmic scale</em>{bad}</div><div class="map" style="--row:{tall}px">'
-        f'<div class="names">{labels}</div><svg style="height:{tall * len(rows)}px" '
-        f'viewBox="0 0 {len(rows[0])} {len(rows)}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(label)}" shape-rendering="crispEdges">{paths}{titles}</svg>'
-        f'<div class="lasts">{numbers}</div><span></span><div class="below"><span>step {first:,}</span>'
-        f"<span>{last:,}</span></div><span class=small>last</span></div>"
-    )
