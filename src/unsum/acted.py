@@ -36,14 +36,18 @@ class Acted:
     def at(self, tensor: Tensor, site: object) -> Any:
         """Note that a site (whatever prints as one) acts on this tensor; returns the tensor's node. In every call: the
         notes are sorted by site when somebody looks."""
-        node, notes = tensor.grad_fn, self.notes
+        node = tensor.grad_fn
         if node is None:
             self.loose.setdefault(str(site), deque(maxlen=_LAST)).append(weakref.ref(tensor))
             return None
-        notes.append((site, number_of(node), type(node), tensor.output_nr, tensor.shape))
-        if len(notes) > self.room:
-            self.sort()
+        self.notes.append((site, number_of(node), type(node), tensor.output_nr, tensor.shape))
+        self.sort_if_many()
         return node
+
+    def sort_if_many(self) -> None:
+        """Sort the notes before they take much memory."""
+        if len(self.notes) > self.room:
+            self.sort()
 
     def sort(self) -> None:
         """Put the notes where their sites are."""

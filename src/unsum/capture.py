@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -17,7 +18,6 @@ from unsum.flow.requests import Requests
 from unsum.flow.silence import complain
 from unsum.opened import Opened
 from unsum.seams.checkpoints import ModuleCall
-from unsum.seams.tensors import version_of
 from unsum.sites import Asked, Place, parse
 
 Missing = Literal["error", "ignore"]
@@ -58,14 +58,15 @@ class Capture:
         self._stop = stop
         self._flow: Flow | None = None
         self._got: Captured | None = None
-        self._seen: list[Entry | Seen] | None = None  # where tensors are put down as they are, by reference
+        self.seen: list[Entry | Seen] | None = None  # where tensors are put down as they are, by reference
 
     def __enter__(self) -> Captured:
         if self._flow is not None:
             raise SiteError("this capture is open already; make another one with unsum.capture(...)")
+        seen: list[Entry | Seen] = []
+        self.seen = seen if self._keeping.is_plain and not self._stop else None
         flow = Flow(Requests(self._model, self._asked), self)
-        got = self._got = Captured(flow)
-        self._seen = got.seen if self._keeping.is_plain and not self._stop else None
+        got = self._got = Captured(flow, seen)
         self._parts: dict[tuple[Place, int], Entry] = {}
         self._fired: set[tuple[int, Place]] = set()
         flow.open()
@@ -80,7 +81,7 @@ class Capture:
         assert got is not None
         flow.close()
         # Let go of what was captured: it must be freed as soon as the user drops it, without the garbage collector.
-        self._flow = self._got = self._seen = None
+        self._flow = self._got = self.seen = None
         self._parts.clear()
         if error is None and self._missing == "error":
             complain(flow, got.answered(len(self._asked)), "captured")
@@ -90,9 +91,6 @@ class Capture:
 
     def value(self, spot: Spot, tensor: Tensor, call: ModuleCall) -> None:
         if call.again:
-            return
-        if self._seen is not None and not tensor.is_inference():
-            self._seen.append((spot, tensor.detach(), version_of(tensor), None))
             return
         if self._keeping.keep == "graph" and call.regions and not torch.is_grad_enabled():
             raise SiteError(
@@ -107,9 +105,6 @@ class Capture:
         self._add(spot, kept, tensor, None)
 
     def gradient(self, spot: Spot, grad: Tensor, backward: int) -> None:
-        if self._seen is not None and spot.kind != "grad" and not grad.requires_grad:
-            self._seen.append((spot, grad, version_of(grad), backward))
-            return None
         if spot.kind == "grad" and (spot.place, backward) in self._parts:
             return self._add_part(self._parts[spot.place, backward], spot, grad)
         try:
@@ -127,6 +122,9 @@ class Capture:
     def called(self) -> None:
         if self._stop:
             self._stop_if_complete()
+
+    def differentiated(self, roots: Sequence[Any]) -> None:
+        pass
 
     def _add(self, spot: Spot, kept: Any, tensor: Tensor, backward: int | None) -> Entry:
         assert self._got is not None
@@ -167,13 +165,14 @@ def capture(
     stop: bool = False,
     scaler: Any = None,
 ) -> Opened[Captured]:
-    """Read what flows at sites of `model` while the block is open (`None`: at tensors named with `unsum.mark`).
+    """Read what flows at sites of `model` while the block is open.
 
     Nothing that the model computes is changed: outputs and gradients are bit for bit those of a run without.
 
     Args:
-        model: Any module, also wrapped or compiled.
-        sites: Where: `"fc1:input"`, `"blocks.*.mlp:grad_output"`, `(nn.Linear, "output")`, `"fc1.weight:grad"`.
+        model: Any module, also wrapped or compiled; None where all sites are tensors named with `unsum.mark`.
+        sites: Where: `"fc1:input"`, `"blocks.*.mlp:grad_output"`, `(nn.Linear, "output")`, `"fc1.weight:grad"`;
+            `"mark:y:output"` for a tensor that `unsum.mark` names "y", without a model also `"y:output"`.
         keep: "reference" keeps the tensor itself, detached, and refuses to show it once it was changed in place;
             "clone" copies it; "graph" keeps it attached, so that a loss can be put on it.
         to: On which device to keep it. From CUDA to the CPU the copy does not wait.

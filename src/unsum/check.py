@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unsum.errors import InteractionError, SamplesError, UnsupportedError
+from unsum.errors import EmptyData, InteractionError, NoGradient, OptionError, UnsupportedError, WrongCount
 from unsum.gradients import gradients
 from unsum.learn.probe import mixing
 from unsum.learn.state import State
 from unsum.nested import leaves, put
+from unsum.notebook import element, table
 from unsum.samples import Dim, Samples
 from unsum.seams.modules import without_hooks
 
@@ -28,9 +30,9 @@ class Row:
     error: float  # relative to the largest gradient of a sample, over all parameters
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Checked:
-    """What a check has found. Print it for the table.
+    """What a check has found. It prints as a table, and shows itself as one in a notebook.
 
     Examples:
         >>> import torch, unsum
@@ -62,6 +64,28 @@ class Checked:
             lines.append(f"  {'ok   ' if row.error <= self.tolerance else 'WRONG'} {row.error:.1e}  {row.name}")
         return "\n".join(lines + ([self.table] if self.table else []))
 
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        word = '<b class="good">ok</b>' if self.ok else '<b class="bad">NOT ok</b>'
+        told = f"gradients per sample of {len(self.rows):,} parameter tensors, compared with plain autograd"
+        why = (
+            "" if self.interacting is None else f'<div class="note">{escape(interaction_told(self.interacting))}</div>'
+        )
+        rows = [
+            (row.name, f"{row.error:.1e}" if row.error else "0", "ok" if row.error <= self.tolerance else "WRONG")
+            for row in sorted(self.rows, key=lambda row: -row.error)
+        ]
+        note = (
+            "Error: the largest distance of a sample's gradient from autograd's, divided by the norm of the largest "
+            f"gradient of a sample. Up to {self.tolerance:.0e} is rounding."
+        )
+        how = f"<details><summary>where each parameter meets data</summary><pre>{escape(self.table)}</pre></details>"
+        return element(
+            f'<div class="title">{word}: {told}</div>{why}{table(["parameter", "error", ""], rows, right=[1])}'
+            f'<div class="note">{note}</div>{how if self.table else ""}'
+        )
+
 
 def check(model: nn.Module, loss_fn: LossFunction, batch: Any, *, samples: Samples | Tensor | None = None) -> Checked:
     """Compare the gradients per sample with plain autograd, which differentiates each sample's loss by itself.
@@ -82,6 +106,11 @@ def check(model: nn.Module, loss_fn: LossFunction, batch: Any, *, samples: Sampl
         >>> print(check(model, lambda m, b: (m(b[0]) - b[1]).square().sum(1), batch).ok)
         True
     """
+    if not isinstance(model, nn.Module) or not callable(loss_fn):
+        raise OptionError(
+            f"check takes a model, then a loss function; got {type(model).__name__} and {type(loss_fn).__name__}.",
+            write="unsum.check(model, loss_fn, batch)",
+        )
     grads = {name: p.grad for name, p in model.named_parameters()}
     state = State(model)
     try:
@@ -98,7 +127,11 @@ def _check(
     model: nn.Module, loss_fn: LossFunction, batch: Any, samples: Samples | Tensor | None, state: State
 ) -> Checked:
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise SamplesError("there is nothing to check: every parameter is frozen (requires_grad=False)")
+        raise NoGradient(
+            "there is nothing to check: every parameter is frozen (requires_grad=False).",
+            at=type(model).__name__,
+            write="model.requires_grad_(True)",
+        )
     interacting = None
     try:
         with gradients(model, samples=samples) as g:
@@ -111,9 +144,13 @@ def _check(
             losses = losses_by_sample(loss_fn, model, batch)
             losses.sum().backward(retain_graph=True)
     if not len(losses):
-        raise SamplesError("there is nothing to check: the batch has no samples")
+        raise EmptyData("there is nothing to check: the batch has no samples.", write="batch = next(iter(loader))")
     if len(g.ids) != len(losses):
-        raise SamplesError(f"loss_fn returned {len(losses)} losses for {len(g.ids)} samples")
+        raise WrongCount(
+            f"loss_fn returned {len(losses)} losses for {len(g.ids)} samples.",
+            write=[f"losses.view({len(g.ids)}, -1).sum(1)  # one loss for each sample",
+                   "unsum.check(model, loss_fn, batch, samples=ids)  # the sample of each row"],
+        )  # fmt: skip
     names, parameters = zip(
         *((name, dict(model.named_parameters(remove_duplicate=False))[name]) for name in g), strict=True
     )
@@ -134,14 +171,25 @@ def interaction_told(why: str) -> str:
     return why if why.startswith("samples interact") else f"samples interact: {why}"
 
 
+def not_by_sample(what: str, losses: Any) -> WrongCount:
+    """The error for something else than one loss for each sample."""
+    if not isinstance(losses, Tensor):
+        got, write = f"a {type(losses).__name__}", "torch.stack(losses)"
+    elif losses.dim():
+        got, write = f"shape {tuple(losses.shape)}", "losses.flatten(1).sum(1)"
+    else:
+        got, write = "shape (), a single number", 'torch.nn.functional.cross_entropy(model(x), y, reduction="none")'
+    return WrongCount(
+        f"{what} returns one loss for each of the samples, of shape (n,); got {got}.",
+        write=f"return {write}  # (n,)",
+    )
+
+
 def losses_by_sample(loss_fn: LossFunction, model: nn.Module, batch: Any) -> Tensor:
     """What `loss_fn` gives, if that is one loss for each sample."""
     losses = loss_fn(model, batch)
     if not isinstance(losses, Tensor) or losses.dim() != 1:
-        shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-        raise SamplesError(
-            f"loss_fn(model, batch) returns one loss for each of the samples, of shape (n,); got {shape}"
-        )
+        raise not_by_sample("loss_fn(model, batch)", losses)
     return losses
 
 

@@ -26,7 +26,7 @@ from unsum.target import everything, model_of, told
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Exit code 0: done; 1: unsum says no; 2: the command line is wrong; 3: a check is red."""
+    """Run a command. Exit code 0: done; 1: unsum raised an error; 2: the command line is wrong; 3: a check is red."""
     arguments = _parser().parse_args(argv)
     try:
         return int(arguments.run(arguments) or 0)
@@ -54,7 +54,7 @@ def _name(arguments: argparse.Namespace) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="unsum", description="What flows through a PyTorch network, and whose gradient it is.",
+        prog="unsum", description="What flows through a PyTorch network, and the gradient of every sample.",
         epilog=f"{CODES}\n\nexample: unsum report train.py:setup -o report.html",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
@@ -99,7 +99,7 @@ def _sites(arguments: argparse.Namespace) -> None:
 
 
 def _add_check(commands: Any) -> None:
-    about = "compare gradients by sample with plain autograd, on a model of yours"
+    about = "compare per-sample gradients with plain autograd, on a model of yours"
     command(commands, "check", about, "unsum check train.py:setup && echo exact", _check, TARGET)
 
 
@@ -144,7 +144,7 @@ def _drawn(target: str, backward: bool) -> Picture:
 
 
 def _add_report(commands: Any) -> None:
-    about = "write one page on a model and a batch: layers with flags, gradients by sample, the picture, the check"
+    about = "write one page on a model and a batch: layers with flags, per-sample gradients, the picture, the check"
     parser = command(commands, "report", about, "unsum report train.py:setup -o report.html", _report, TARGET)
     parser.add_argument("-o", "--output", default="report.html", metavar="FILE", help="where to write (%(default)s)")
     parser.add_argument("--title", help="the page's heading")

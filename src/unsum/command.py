@@ -15,7 +15,7 @@ from unsum.target import split
 
 CODES = """exit codes:
   0  done
-  1  unsum says no, or your own code has failed: one line on standard error says why
+  1  unsum raised an error, or your own code failed: one line on standard error says why
   2  the command line is wrong
   3  check: something differs, or samples interact; report --strict: there are flags, or the check is red"""
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from unsum.factors.factors import GroupFactors
+from unsum.notebook import Table
 from unsum.plan.plan import Meeting
 
 HEADINGS = ("parameter", "share", "meets data at", "in module", "node", "how", "numbers per sample")
@@ -38,8 +39,8 @@ def rows(
     return found, f"by rule: {ruled / total:.1%} of {total:,} parameters; the rest by replay"
 
 
-def table(found: list[tuple[str, ...]], ruled: str) -> str:
+def table(found: list[tuple[str, ...]], ruled: str) -> Table:
     """The rows as lines, and the share of the parameters that rules cover as the last one."""
     width = [max(len(row[i]) for row in found) for i in range(len(HEADINGS))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, width, strict=True)).rstrip() for row in found]
-    return "\n".join([*lines, ruled])
+    return Table("\n".join([*lines, ruled]), found[0], found[1:], ruled)

@@ -20,6 +20,8 @@ from unsum.flow.keeping import unscaled
 from unsum.flow.picking import Spot
 from unsum.flow.requests import Requests
 from unsum.flow.silence import complain
+from unsum.flow.unread import Returned, Unread
+from unsum.graph.nodes import place
 from unsum.opened import Opened
 from unsum.seams.checkpoints import ModuleCall
 from unsum.seams.nodes import Function
@@ -29,13 +31,13 @@ from unsum.verbs import Verb
 
 Change = Verb | Callable[[Tensor], Tensor]
 
+_INSIDE = "  write: with unsum.edit(model, edits): loss_fn(model(x), y).backward()  # backward inside the block"
 _TOO_LATE = (
-    "a gradient edit was left before this backward: the gradient would silently be another one.\n"
-    "  call backward inside the block"
+    f"the block of a gradient edit was closed before this backward, which would run without the edit.\n{_INSIDE}"
 )
 _UNEDITED = (
-    "an edit inside a checkpoint was left before this backward: the checkpoint would compute again without it.\n"
-    "  call backward inside the block"
+    "the block of an edit inside a checkpoint was closed before this backward, in which the checkpoint would run again "
+    f"without the edit.\n{_INSIDE}"
 )
 
 
@@ -90,7 +92,7 @@ class _Unfinished:
 class Edit:
     """The block that `unsum.edit` makes."""
 
-    edits = True
+    edits, seen = True, None
 
     def __init__(
         self, model: nn.Module | None, edits: Mapping[Asked, Change | Sequence[Change]], missing: Missing, scaler: Any
@@ -118,7 +120,11 @@ class Edit:
         self._parts: set[tuple[str, int]] = set()
         self._unfinished = _Unfinished()
         self._states: WeakKeyDictionary[Any, dict[Any, Tensor]] = WeakKeyDictionary()
+        self._unread = Unread()
         flow.open()
+        names = flow.requests.names
+        edits_values = any(not site.kind.startswith("grad") for site in self._asked)
+        self._returned = Returned(names.model, flow, self._unread) if names is not None and edits_values else None
         self._flow, self.acted = flow, flow.acted
         return self
 
@@ -128,12 +134,15 @@ class Edit:
         flow = self._flow
         assert flow is not None
         flow.close()
-        self._flow = None
+        if self._returned is not None:
+            self._returned.remove()
+        self._flow = self._returned = None
         self._unfinished.arm()
         if error is None:
             self._unfinished.refuse(self._asked, flow.repeated)
             if self._missing == "error":
                 complain(flow, self._fired, "reached")
+            self._unread.warn()
 
     # ---- receiving ------------------------------------------------------------------------------------------------
 
@@ -142,6 +151,8 @@ class Edit:
         if call.regions and not call.again:
             assert self._flow is not None
             self._unfinished.add(str(spot), new, call, self._flow.repeated)
+        elif not call.again and torch.is_grad_enabled():
+            self._unread.add(str(spot), new)
         return new
 
     def gradient(self, spot: Spot, grad: Tensor, backward: int) -> Tensor:
@@ -161,6 +172,9 @@ class Edit:
     def called(self) -> None:
         pass
 
+    def differentiated(self, roots: Sequence[Any]) -> None:
+        self._unread.look(place(root)[0] for root in roots)
+
     def _changed(self, spot: Spot, tensor: Tensor, call: ModuleCall | None) -> Tensor:
         for number in spot.asked:
             for nth, change in enumerate(self._changes[number]):
@@ -176,7 +190,11 @@ def _listed(site: str, change: Change | Sequence[Change]) -> list[Change]:
         if getattr(one, "__module__", None) == Verb.__module__ and not isinstance(one, Verb):
             raise OptionError(f"{site}: call the verb: unsum.{getattr(one, '__name__', one)}(...)")
         if not callable(one):
-            raise OptionError(f"{site}: an edit is a verb or a function of a tensor, got {type(one).__name__}")
+            is_value = isinstance(one, Tensor | float | int)
+            raise OptionError(
+                f"{site}: an edit is a verb or a function of a tensor, got {type(one).__name__}.",
+                write=f'unsum.edit(model, {{"{site}": unsum.replace(v)}})' if is_value else (),
+            )
     return changes  # type: ignore[return-value]
 
 
@@ -185,7 +203,9 @@ def _apply(change: Change, tensor: Tensor, site: str) -> Tensor:
         # A function of the user's may write into what it gets: that must not be the tensor that others use.
         new = change(tensor) if isinstance(change, Verb) else change(tensor.clone())
     except VerbError as error:
-        raise SiteError(f"{site}: {change!r}: {error}; the tensor there is {_described(tensor)}") from error
+        first, *rest = str(error).splitlines()
+        told = f"{site}: {change!r}: {first}; the tensor there is {_described(tensor)}"
+        raise SiteError("\n".join([told, *rest])) from error
     except Exception as error:
         if isinstance(change, Verb):
             raise SiteError(f"{site}: {change!r} does not work on {_described(tensor)}: {error}") from error
@@ -253,15 +273,18 @@ def edit(
     missing: Missing = "error",
     scaler: Any = None,
 ) -> Opened[Edit]:
-    """Change what flows at sites of `model` while the block is open (`None`: at tensors named with `unsum.mark`).
+    """Change what flows at sites of `model` while the block is open.
 
     Gradients follow the edited values. An edited output may be differentiated after the block, but not inside a
     checkpoint; a gradient edit may not.
 
+    An edited value that neither what the model returns nor a loss depends on (attention weights that the model drops)
+    gives the warning `unsum.errors.UnreadEdit`. It is found by the graph: where gradients are off, nothing is said.
+
     Args:
-        model: Any module, also wrapped or compiled.
-        edits: For each site a verb (`unsum.scale(2.0)`), a function from a tensor to a tensor of the same shape, dtype
-            and device, or a list of them, done in order.
+        model: Any module, also wrapped or compiled; None where all sites are tensors named with `unsum.mark`.
+        edits: For each site (written as in `capture`) a verb (`unsum.scale(2.0)`), a function from a tensor to a tensor
+            of the same shape, dtype and device, or a list of them, done in order.
         missing: "ignore" accepts sites that are never reached; "error" says at the end which and why.
         scaler: A GradScaler; gradients are edited without its scale.
 

@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from unsum import samples as sample_maps
 from unsum.check import LossFunction, losses_by_sample
-from unsum.errors import InteractionError, OptionError, SamplesError
+from unsum.errors import InteractionError, NoGradient, NotFinite, OptionError, WrongCount
 from unsum.gradients import mark_samples
 from unsum.nested import leaves
 from unsum.progress import progress
@@ -35,11 +35,14 @@ SamplesOfBatch = sample_maps.Samples | Tensor | None | Callable[[Any], sample_ma
 
 
 class Examples:
-    """A data set in batches, in order.
+    """A data set in batches, in order. A single last example joins the batch before it: a batch of one shows less than
+    others (which dimension the samples lie along, say).
 
     Examples:
+        >>> [batch.tolist() for batch in Examples([1, 2, 3, 4, 5], batch_size=3, what="data")]
+        [[1, 2, 3], [4, 5]]
         >>> [batch.tolist() for batch in Examples([1, 2, 3], batch_size=2, what="data")]
-        [[1, 2], [3]]
+        [[1, 2, 3]]
     """
 
     def __init__(self, data: Any, *, batch_size: int, what: str) -> None:
@@ -66,7 +69,12 @@ class Examples:
             size = len(self._data)
         except TypeError:
             return None
-        return -(-size // self._batch_size) if self.has_examples else size
+        return len(self._starts(size)) if self.has_examples else size
+
+    def _starts(self, size: int) -> range:
+        """Where the batches of so many examples begin."""
+        is_single = size % self._batch_size == 1 and size > self._batch_size > 1
+        return range(0, size - is_single, self._batch_size)
 
     def __iter__(self) -> Iterator[Any]:
         return self.skipping(0)
@@ -78,9 +86,13 @@ class Examples:
             return
         is_listed = hasattr(self._data, "__getitem__") and not isinstance(self._data, IterableDataset)
         if is_listed and hasattr(self._data, "__len__"):
-            examples: Iterator[Any] = (self._data[k] for k in range(done * self._batch_size, len(self._data)))
-        else:
-            examples = islice(iter(self._data), done * self._batch_size, None)
+            size = len(self._data)
+            starts = self._starts(size)
+            for k, start in enumerate(starts[done:], done):
+                end = size if k == len(starts) - 1 else start + self._batch_size
+                yield collated([self._data[number] for number in range(start, end)], None, self._what)
+            return
+        examples = islice(iter(self._data), done * self._batch_size, None)
         while chunk := list(islice(examples, self._batch_size)):
             yield collated(chunk, None, self._what)
 
@@ -142,9 +154,11 @@ def samples_of(samples: SamplesOfBatch, batch: Any) -> sample_maps.Samples | Ten
 
 
 def losses_of(
-    loss_fn: LossFunction, model: nn.Module, batch: Any, first: First, what: str, *, are_samples: bool = True
-) -> Tensor:
+    loss_fn: LossFunction, model: nn.Module, batch: Any, first: First, what: str, *, are_samples: bool = True,
+    are_checked: bool = True,
+) -> Tensor:  # fmt: skip
     """The loss of each example of a batch, (n,); an example whose loss is not finite is an error, with its number.
+    `are_checked=False`: whoever calls looks at that after the backward, so that a GPU is not waited for before it.
 
     `are_samples`: nothing else says what the samples are, so the losses do. A loss that depends on other examples is
     then seen, and so is a loss_fn that calls the model for one example after the other."""
@@ -152,10 +166,12 @@ def losses_of(
     if are_samples:
         _refuse_other_rows(len(losses), batch, what)
     if not losses.requires_grad:
-        raise SamplesError(
-            f"{what}: the losses do not depend on parameters that are trained (no_grad, or all are frozen)"
+        raise NoGradient(
+            f"{what}: the losses do not depend on parameters that are trained (no_grad, or all are frozen).",
+            write=["model.requires_grad_(True)", "with torch.enable_grad(): ...  # around the call"],
         )
-    refuse_not_finite(losses.detach(), first, what, "loss")
+    if are_checked:
+        refuse_not_finite(losses.detach(), first, what, "loss")
     return mark_samples(losses) if are_samples else losses
 
 
@@ -173,8 +189,11 @@ def alone(what: str) -> Iterator[None]:
         yield
     except InteractionError as error:
         raise InteractionError(
-            f"{what}: {str(error).splitlines()[0]}\n"
-            "  call model.eval() first if it is the model; if it is the loss, let each example's be its own"
+            f"{what}: {str(error).splitlines()[0]}",
+            write=[
+                "model.eval()  # if a layer of the model mixes samples in training, such as batch norm",
+                'nn.functional.cross_entropy(model(x), y, reduction="none")  # each depends on its example alone',
+            ],
         ) from error
 
 
@@ -185,15 +204,29 @@ def refuse_not_finite(values: Tensor, first: First, what: str, of: str) -> None:
     if len(bad):
         k = int(bad[0])
         number = first(k) if callable(first) else first + k
-        raise SamplesError(
-            f"{what}: example {number} (row {k} of its batch): its {of} is not finite ({values[k].item()}).\n"
-            "  leave it out, or find out why: unsum.watch locates the first value that is not finite"
+        if len(bad) == len(values) > 1:
+            raise NotFinite(
+                f"{what}: the {of} of every example of a batch is not finite ({values[k].item()}), from example "
+                f"{number} on: the model itself may hold NaN.",
+                write="[name for name, v in model.state_dict().items() if not v.isfinite().all()]",
+            )
+        raise NotFinite(
+            f"{what}: example {number} (row {k} of its batch): its {of} is not finite ({values[k].item()}).",
+            write=[
+                f"torch.utils.data.Subset(data, [k for k in range(len(data)) if k != {number}])  # without it",
+                "with unsum.watch(model) as w: ...  # w.last.nonfinite names the first such value",
+            ],
         )
 
 
 def refuse_other_number(losses: int, samples: int, what: str) -> None:
     """Raise if there are not as many losses as samples."""
     if losses != samples:
-        raise SamplesError(
-            f"{what}: loss_fn returned {losses} losses for a batch of {samples} samples; one for each is needed"
+        fits = losses > samples > 0 and losses % samples == 0
+        raise WrongCount(
+            f"{what}: loss_fn returned {losses} losses for a batch of {samples} samples; one for each is needed.",
+            write=[
+                "return losses.flatten(1).sum(1)  # (n,): the sum over all dimensions but the samples'",
+                *([f"return losses.view({samples}, -1).sum(1)  # if those of a sample follow each other"] * fits),
+            ],
         )

@@ -1,16 +1,17 @@
-"""`gradients`: whose gradient is this?"""
+"""`gradients`: per-sample gradients of any model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from unsum import samples as sample_maps
 from unsum import seams
 from unsum.block import GradientsBlock
-from unsum.errors import OptionError, SamplesError
+from unsum.errors import BadSamples, OptionError
 from unsum.gathered import Gradients
 from unsum.opened import Opened
 from unsum.reducers import Reducer
@@ -18,7 +19,8 @@ from unsum.step.backward import Options
 
 
 def mark_samples(tensor: Tensor) -> Tensor:
-    """Say that dimension 0 of this tensor is the samples, for the open `gradients` blocks. Returns the tensor.
+    """Say that dimension 0 of this tensor is the samples, for the open `gradients` blocks. Returns the tensor; where no
+    block is open, or gradients are off, it does nothing else.
 
     Examples:
         >>> import torch
@@ -31,11 +33,17 @@ def mark_samples(tensor: Tensor) -> Tensor:
         tensor([[1., 2.],
                 [3., 4.]])
     """
+    blocks = [block for block in seams.here() if isinstance(block, GradientsBlock)]
+    if isinstance(tensor, Tensor) and (not blocks or not torch.is_grad_enabled()):
+        return tensor
     if not isinstance(tensor, Tensor) or tensor.grad_fn is None:
-        raise SamplesError("mark_samples names a tensor that was computed from parameters")
-    for block in seams.here():
-        if isinstance(block, GradientsBlock):
-            block.mark(tensor)
+        what = "was not computed from parameters" if isinstance(tensor, Tensor) else f"is a {type(tensor).__name__}"
+        raise BadSamples(
+            f"mark_samples names a tensor that was computed from parameters; this one {what}.",
+            write="unsum.mark_samples(losses).sum().backward()  # losses of shape (n,), one for each sample",
+        )
+    for block in blocks:
+        block.mark(tensor)
     return tensor
 
 
@@ -59,7 +67,7 @@ def gradients(
         model: Any module that is called inside the block.
         reducers: `unsum.Norms()` and the like: they consume the gradients while backward runs, and nothing is kept.
         samples: Where the samples are: dimension 0 (None), `unsum.dim(k)`, `unsum.packed(cu_seqlens)`, or ids of shape
-            (rows,) or (rows, positions), -1 for nobody's.
+            (rows,) or (rows, positions); -1 for rows that belong to no sample.
         engine: "auto" factors gradients by rules where one is known and holds on this model, and remembers what it has
             learnt of a layout; "graph" calls the graph's own nodes again for each sample, in every backward anew, and
             needs no rule.

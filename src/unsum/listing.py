@@ -13,6 +13,8 @@ from torch import nn
 from unsum.capture import capture
 from unsum.learn.state import State
 from unsum.nested import format_path
+from unsum.notebook import element, table
+from unsum.repeats import repeats, span
 from unsum.sites import Asked, Names, is_container, parse, site_name
 from unsum.types import KINDS, Path
 
@@ -85,10 +87,18 @@ class Sites:
     def __contains__(self, site: object) -> bool:
         return any(site in row for row in self._sites.values())
 
-    def __repr__(self) -> str:
+    def _lines(self) -> list[tuple[str, ...] | str]:
+        """The rows of the table, headings first; of blocks that are alike a line in words."""
         rows = [self._row(name, own) for name, own in self._sites.items()]
         lines = [_Row("module", "type", "output", "sites", ()), *(_folded(rows) if self._fold else rows)]
-        cells = [line if isinstance(line, str) else self._cells(line) for line in lines]
+        return [line if isinstance(line, str) else self._cells(line) for line in lines]
+
+    def _repr_html_(self) -> str:
+        heading, *rows = self._lines()
+        return element(table(heading, rows))
+
+    def __repr__(self) -> str:
+        cells = self._lines()
         widths = [
             max(map(len, column)) for column in zip(*(row for row in cells if isinstance(row, tuple)), strict=True)
         ]
@@ -119,17 +129,16 @@ def _folded(rows: list[_Row], depth: int = 0) -> Iterator[_Row | str]:
     groups = [list(group) for _, group in itertools.groupby(rows, lambda row: row.path[depth : depth + 1])]
     k = 0
     while k < len(groups):
-        group, times = groups[k], 1
+        group = groups[k]
         if len(group[0].path) == depth:  # the module that holds the others
             yield from group
             k += 1
             continue
-        while k + times < len(groups) and _follows(group, groups[k + times], depth, times):
-            times += 1
+        _, times = repeats(k, len(groups), lambda k, other, _: _follows(groups[k], groups[other], depth, other - k))
         inside = list(_folded(group, depth + 1))
         if len(group) * times > len(group) + 1:  # else a line more is no line less
             first, last = (".".join(g[0].path[: depth + 1]) for g in (group, groups[k + times - 1]))
-            yield f"{first}{', ' if times == 2 else ' … '}{last}: {times} × the same"
+            yield f"{span(first, last, times)}: {times} × the same"
         else:
             times = 1
         yield from inside

@@ -10,8 +10,13 @@ from unsum.flow.flow import Flow
 
 
 def mark(tensor: Tensor, name: str) -> Tensor:
-    """Name a tensor in your own code; `capture(None, "name:output", "name:grad_output")` and `edit(None, ...)` then
-    find it. Use what it returns. Costs nothing while no such block is open.
+    """Name a tensor in your own code, inside a model's forward or in the loop, so that `capture` and `edit` find it.
+    Use what it returns. Costs nothing while no such block is open.
+
+    Beside sites of a model, a mark's site begins with `mark:`, as in `capture(model, "fc1:output", "mark:y:output")`.
+    So no name is both a module's and a mark's, and a misspelt module is an error when the block opens. A mark's name
+    becomes known when `mark` is called: a name that no tensor was given is an error when the block ends. Without a
+    model, `capture(None, "y:output")` is enough.
 
     Examples:
         >>> import torch, unsum
@@ -21,6 +26,12 @@ def mark(tensor: Tensor, name: str) -> Tensor:
         ...     (y * 3).backward()
         >>> got["y:grad_output"]
         tensor(3.)
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> with unsum.capture(model, ":output", "mark:y:grad_output") as got:
+        ...     y = unsum.mark(model(torch.ones(1)) ** 2, "y")
+        ...     (y * 3).backward()
+        >>> got.keys()
+        [':output', 'mark:y:grad_output']
     """
     if not isinstance(tensor, Tensor):
         raise SiteError(f"mark names a tensor, got {type(tensor).__name__}")

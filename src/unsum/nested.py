@@ -137,7 +137,10 @@ def _with_parts(value: Any, new: Mapping[PathStep, Any]) -> Any:
         items = [new.get(i, item) for i, item in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if not isinstance(value, list | MutableMapping) and not is_dataclass(value):
-        raise UnsupportedError(f"cannot replace a tensor inside a {type(value).__name__}")
+        raise UnsupportedError(
+            f"cannot put another tensor into a {type(value).__name__}, only into a tuple, list, dict or dataclass.\n"
+            "  edit the output of a module inside instead: unsum.sites(model) lists the sites"
+        )
     result: Any = copy.copy(value)
     for step, item in new.items():
         if isinstance(value, list | MutableMapping):

@@ -66,11 +66,12 @@ class Part:
             tensor = tensor.index_select(dim, index)
         return tensor.movedim(list(pairs), list(range(len(pairs))))[tuple(pairs.values())] if pairs else tensor
 
-    def fitted(self, value: Tensor, tensor: Tensor) -> Tensor:
+    def fitted(self, value: Tensor, tensor: Tensor, *, has_positions: bool = False) -> Tensor:
         """What is put into the part of `tensor`, from a value that is made for the whole or for the part.
 
-        Along a chosen dimension in which the value is as long as the whole tensor, the same part of it is taken. With
-        pairs, a value of as many dimensions as the tensor is one for the whole.
+        Along a chosen dimension in which the value is as long as the whole tensor, the same part of it is taken (not
+        along the positions, if the value `has_positions` of its own). With pairs, a value of as many dimensions as the
+        tensor is one for the whole.
         """
         if self.paired:
             whole = value.dim() == tensor.dim() and _broadcasts(value.shape, tensor.shape)
@@ -78,7 +79,7 @@ class Part:
         outer, _ = self._resolved(tensor)
         for dim, index in outer.items():
             own = dim - tensor.dim() + value.dim()
-            if own >= 0 and value.shape[own] == tensor.shape[dim]:
+            if own >= 0 and value.shape[own] == tensor.shape[dim] and not (has_positions and dim == 1):
                 value = value.index_select(own, index)
         return value
 
@@ -111,6 +112,12 @@ class Part:
         kind = next((name for name, named in NAMED.items() if named == dim and name in self.named), "entries")
         if isinstance(index, bool):
             raise VerbError(f"{self}: a mask has one truth value for each of the {size} {kind}")
+        if isinstance(index, str | float) or (isinstance(index, Tensor) and index.dim() > 1):
+            raise VerbError(
+                f"{self}: {kind} are numbers, slices, lists of numbers or a mask with {size} values; a mask (samples, "
+                "positions) is written as samples, positions = mask.nonzero(as_tuple=True), "
+                ".at(samples=samples, positions=positions, paired=True)"
+            )
         if isinstance(index, Tensor):
             index = index.to(device)
         elif isinstance(index, slice):
@@ -158,6 +165,14 @@ class Part:
         return new
 
 
+def positions_of(value: Tensor, index: Index) -> Tensor:
+    """The positions of a value that an index chooses, in its order, a number twice if it is there twice."""
+    part = Part({"positions": index})
+    if value.dim() < 2:
+        raise VerbError(f"replace(v, positions=...): v has shape {tuple(value.shape)}, needs (samples, positions, ...)")
+    return value.index_select(1, part._numbers(1, index, value.shape[1], value.device))
+
+
 def numbers(index: Index, size: int, name: str) -> list[int]:
     """The numbers that an index chooses among `size`, each once; `name` is one of `.at`'s.
 
@@ -194,11 +209,12 @@ def broadcast(value: Tensor, to: Tensor, part: Part) -> Tensor:
     differ = [k for k, (one, size) in enumerate(zip(got, needs, strict=False)) if one not in (1, size)]
     if len(got) != len(needs) or differ != [1]:
         raise VerbError(said)
-    if part:
-        raise VerbError(f"{said}: give as many positions as are chosen, such as replace(v[:, [...]]){part}")
+    count = min(got[1], needs[1])
+    # The last ones of both: prompts of different lengths mostly end alike.
+    goes = str(part) if part and got[1] > needs[1] else f".at(positions=range({needs[1] - count}, {needs[1]}))"
     raise VerbError(
-        f"{said}: {got[1]} positions for {needs[1]}. Between runs of different lengths, say which positions go where: "
-        "replace(v[:, [1, 2]]).at(positions=[3, 4])"
+        f"{said}: {got[1]} positions for {needs[1]}. Between runs of different lengths, say which positions go where",
+        write=f"unsum.replace(v, positions=range({got[1] - count}, {got[1]})){goes}",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as with_fields
@@ -12,13 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from unsum.capture import capture
+from unsum.chance import Chance
 from unsum.edit import edit
 from unsum.errors import OptionError, SiteError, VerbError
 from unsum.heat_grid import figures, grid, table
+from unsum.nested import leaves
 from unsum.part import Index, numbers
 from unsum.picture import Picture
 from unsum.progress import progress
 from unsum.sites import Asked, Site, parse
+from unsum.step.calls import positions_of
 from unsum.verbs import replace
 
 Metric = Callable[[Any], Any]
@@ -30,7 +34,7 @@ class PatchSweep:
 
     Attributes:
         sites: The rows, in the order in which they fired.
-        positions: The columns.
+        positions: The columns: positions of the corrupt run.
         values: (sites, positions) float64: the metric of the corrupt run with this one clean activation put in.
         clean: The metric of the clean run.
         corrupt: The metric of the corrupt run.
@@ -80,18 +84,23 @@ def patch_sweep(
     sites: Asked | Sequence[Asked],
     metric: Metric,
     positions: Index | None = None,
+    *,
+    align: Mapping[int, int] | None = None,
 ) -> PatchSweep:
     """Activation patching over a grid: for each site and each position, run `corrupt` with the activation of `clean`
     put in there alone, and note the metric. It takes sites × positions + 2 forwards, without gradients.
 
     Args:
-        model: Any module, also wrapped. Its two runs must have as many samples and positions as each other.
+        model: Any module, also wrapped. Its two runs must have as many samples as each other, and as many positions
+            unless `align` is given.
         clean: The input whose activations are put in: a tensor, a tuple of arguments, or a mapping of keywords.
         corrupt: The input that is run with them.
         sites: One site or a list: `"blocks.*.mlp:output"`, `(Block, "output")`, `"attn:output[0]"`. Dimension 1 of what
             flows there are the positions.
         metric: From the model's output to a number.
-        positions: Which; None for all.
+        positions: Which of the corrupt run; None for all (with `align`: all that it names).
+        align: {position of the clean run: position of the corrupt run}, for inputs of different lengths. Negative
+            numbers count from the end of each: `{0: 0, -1: -1}`.
 
     Examples:
         >>> from torch import nn
@@ -110,9 +119,9 @@ def patch_sweep(
         with capture(model, *asked, keep="clone") as given:
             clean_value = _number(metric, _run(model, clean, "clean"))
         with capture(model, *asked, reduce=lambda t: t.shape) as met:
-            before = _random_state()
+            chance = Chance()
             out = _run(model, corrupt, "corrupt")
-            drawn = any(not torch.equal(one, other) for one, other in zip(before, _random_state(), strict=False))
+            drawn = chance.was_drawn()
             corrupt_value = _number(metric, out)
         if drawn:
             raise OptionError(
@@ -120,14 +129,19 @@ def patch_sweep(
             )
         patches = dict(given.items())
         _refuse_several(patches, asked)
-        chosen = _positions(positions, _length(patches, dict(met.items())))
+        _refuse_other_dimension(patches, clean)
+        length, other = _lengths(patches, dict(met.items()), is_aligned=align is not None)
+        source = _sources(align, length, other)
+        chosen = _positions(positions, source, other)
         values = torch.empty(len(patches), len(chosen), dtype=torch.float64)
         line: progress[None] = progress(values.numel(), "patching")
         with line:
             for row, (site, patch) in enumerate(patches.items()):
                 line.say(site)
                 for column, position in enumerate(chosen):
-                    with edit(model, {site: replace(patch).at(positions=position)}):
+                    verb = replace(patch, positions=source[position]).at(positions=position)
+                    # With gradients on, a patch that nothing reads is noticed (UnreadEdit): once for each site.
+                    with torch.set_grad_enabled(not column), edit(model, {site: verb}):
                         values[row, column] = _number(metric, _run(model, corrupt, "corrupt"))
                     line.step()
     return PatchSweep(list(patches), chosen, values, clean_value, corrupt_value)
@@ -137,6 +151,11 @@ def _asked(sites: Asked | Sequence[Asked]) -> list[Asked]:
     is_one = isinstance(sites, str) or (
         isinstance(sites, tuple) and len(sites) == 2 and not isinstance(sites[0], str | tuple)
     )
+    if callable(sites) and not isinstance(sites, str):
+        raise SiteError(
+            "sites is a function: the sites come before the metric.",
+            write="unsum.patch_sweep(model, clean, corrupt, sites, metric)",
+        )
     asked: list[Any] = [sites] if is_one else list(sites)
     if not asked:
         raise SiteError(
@@ -162,18 +181,21 @@ def _run(model: nn.Module, given: Any, name: str) -> Any:
 
 
 def _number(metric: Metric, output: Any) -> float:
+    if not callable(metric):
+        raise OptionError(
+            f"metric is a function from the model's output to one number, got {type(metric).__name__}.",
+            write="unsum.patch_sweep(model, clean, corrupt, sites, metric)",
+        )
     value = metric(output)
     if isinstance(value, Tensor) and value.numel() != 1:
         raise OptionError(f"metric gave a tensor of shape {tuple(value.shape)}; it must give one number")
     try:
-        return float(value)
+        found = float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError):
         raise OptionError(f"metric gave a {type(value).__name__}; it must give one number") from None
-
-
-def _random_state() -> list[Tensor]:
-    state = [torch.get_rng_state()]
-    return [*state, *torch.cuda.get_rng_state_all()] if torch.cuda.is_initialized() else state
+    if math.isnan(found):
+        raise OptionError("metric gave NaN: a sweep has nothing to compare")
+    return found
 
 
 def _refuse_several(names: Iterable[str], asked: Sequence[Asked]) -> None:
@@ -188,34 +210,76 @@ def _refuse_several(names: Iterable[str], asked: Sequence[Asked]) -> None:
             raise SiteError(f"{site.where}:{site.kind}: holds several tensors; name one of them: {', '.join(several)}")
 
 
-def _length(patches: Mapping[str, Tensor], met: Mapping[str, torch.Size]) -> int:
-    """How many positions there are, the same at every site and in both runs."""
-    lengths: dict[int, str] = {}
+def _refuse_other_dimension(patches: Mapping[str, Tensor], clean: Any) -> None:
+    """Raise if dimension 1 of a patch is something else than the positions of the input: heads, say."""
+    given = positions_of([tensor for _, tensor in leaves(clean)])
+    for site, patch in patches.items():
+        if given is not None and patch.dim() > 3 and patch.shape[1] != given and given in patch.shape[2:]:
+            raise SiteError(
+                f"{site}: is {tuple(patch.shape)}, and a sweep patches along dimension 1, which is not the {given} "
+                "positions of the input (heads?)"
+            )
+
+
+def _lengths(patches: Mapping[str, Tensor], met: Mapping[str, torch.Size], *, is_aligned: bool) -> tuple[int, int]:
+    """How many positions the clean and the corrupt run have, the same at every site."""
+    lengths: dict[tuple[int, int], str] = {}
     for site, patch in patches.items():
         if site not in met:
             raise SiteError(f"{site}: fired in the clean run and not in the corrupt one; a sweep needs it in both")
-        if patch.shape != met[site]:
+        own, other = tuple(patch.shape), tuple(met[site])
+        if len(own) < 3:
+            raise SiteError(f"{site}: is {own}; a sweep needs (samples, positions, ...) there")
+        if (own[0], *own[2:]) != (other[0], *other[2:]):
             raise SiteError(
-                f"{site}: {tuple(patch.shape)} in the clean run, {tuple(met[site])} in the corrupt one; a sweep "
-                "patches position by position.\n  make the inputs of one length, or choose which positions go where: "
-                "unsum.replace(v[:, [1, 2]]).at(positions=[3, 4])"
+                f"{site}: {own} in the clean run, {other} in the corrupt one; a sweep needs as many samples and "
+                "features in both"
             )
-        if patch.dim() < 3:
-            raise SiteError(f"{site}: is {tuple(patch.shape)}; a sweep needs (samples, positions, ...) there")
-        lengths.setdefault(patch.shape[1], site)
+        if own[1] != other[1] and not is_aligned:
+            same = min(own[1], other[1])
+            shifted = ", ".join(f"{k - same}: {k - same}" for k in range(same)[-3:])
+            raise SiteError(
+                f"{site}: {own} in the clean run, {other} in the corrupt one; a sweep patches position by position. "
+                "Say which clean position goes to which corrupt one.",
+                write=[
+                    f"unsum.patch_sweep(model, clean, corrupt, sites, metric, align={{{shifted}}})  # the last ones",
+                    f"unsum.patch_sweep(model, clean, corrupt, sites, metric, align={{k: k for k in range({same})}})",
+                ],
+            )
+        lengths.setdefault((own[1], other[1]), site)
     if len(lengths) > 1:
-        told = ", ".join(f"{length} at {site}" for length, site in lengths.items())
+        told = ", ".join(f"{length} at {site}" for (length, _), site in lengths.items())
         raise SiteError(f"the sites have different numbers of positions: {told}; sweep over them one by one")
     return next(iter(lengths))
 
 
-def _positions(index: Index | None, size: int) -> list[int]:
+def _sources(align: Mapping[int, int] | None, clean: int, corrupt: int) -> dict[int, int]:
+    """Of each corrupt position the clean one whose activation is put there."""
+    if align is None:
+        return {k: k for k in range(corrupt)}
+    if not isinstance(align, Mapping) or not align:
+        raise OptionError(f"align={align!r}: a mapping, {{clean position: corrupt position}}, such as {{0: 0, -1: -1}}")
+    found: dict[int, int] = {}
+    for pair in align.items():
+        for position, size, run in zip(pair, (clean, corrupt), ("clean", "corrupt"), strict=True):
+            if isinstance(position, bool) or not isinstance(position, int) or not -size <= position < size:
+                raise OptionError(f"align={align!r}: {position!r} is no position of the {run} run, which has {size}")
+        source, goes = pair[0] % clean, pair[1] % corrupt
+        if goes in found:
+            raise OptionError(f"align={align!r}: two clean positions go to corrupt position {goes}")
+        found[goes] = source
+    return found
+
+
+def _positions(index: Index | None, source: Mapping[int, int], size: int) -> list[int]:
     try:
-        chosen = list(range(size)) if index is None else numbers(index, size, "positions")
+        chosen = list(source) if index is None else numbers(index, size, "positions")
     except VerbError as error:
         raise OptionError(f"positions={index!r}: {str(error).rpartition(': ')[2]}") from None
     if not chosen:
         raise OptionError(f"positions={index!r}: names none of the {size} positions")
+    if beside := [position for position in chosen if position not in source]:
+        raise OptionError(f"positions={index!r}: align= names no clean position for {beside[0]}")
     return chosen
 
 

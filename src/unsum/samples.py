@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from unsum.errors import SamplesError
+from unsum.errors import BadSamples
 from unsum.graph.layout import Layout, Regular, mapped
 
 
@@ -60,6 +60,8 @@ class Ids:
 
 Samples = Dim | Ids
 
+_BY_IDS = "with unsum.gradients(model, samples=torch.tensor([0, 0, 1])) as g: ...  # the id of each row's sample"
+
 
 def dim(k: int) -> Dim:
     """Samples lie along dimension `k` of what the model is given and returns.
@@ -69,7 +71,10 @@ def dim(k: int) -> Dim:
         Dim(k=1)
     """
     if isinstance(k, bool) or not isinstance(k, int) or k < 0:
-        raise SamplesError(f"dim({k!r}): count the dimension of the samples from the front, 0 or more")
+        raise BadSamples(
+            f"dim({k!r}): the dimension of the samples is counted from the front, 0 or more.",
+            write="with unsum.gradients(model, samples=unsum.dim(1)) as g: ...",
+        )
     return Dim(k, is_said=True)
 
 
@@ -82,10 +87,16 @@ def packed(cu_seqlens: Tensor) -> Ids:
     """
     given = torch.as_tensor(cu_seqlens)
     if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
-        raise SamplesError(f"packed samples: cu_seqlens are whole numbers, got {given.dtype}")
+        raise BadSamples(
+            f"packed(cu_seqlens): these are whole numbers, got {given.dtype}.",
+            write="unsum.packed(torch.tensor([0, 3, 5]))  # two documents, of 3 and of 2 tokens",
+        )
     ends = given.cpu().long()
     if ends.dim() != 1 or len(ends) < 2 or ends[0] != 0 or bool((ends.diff() < 0).any()):
-        raise SamplesError("packed samples: cu_seqlens begins with 0 and never decreases: [0, 3, 5] for two documents")
+        raise BadSamples(
+            f"packed(cu_seqlens): one row of numbers that begins with 0 and never decreases, got {_short(ends)}.",
+            write="unsum.packed(torch.tensor([0, 3, 5]))  # two documents, of 3 and of 2 tokens",
+        )
     return Ids(torch.repeat_interleave(torch.arange(len(ends) - 1), ends.diff()), flat=True, count=len(ends) - 1)
 
 
@@ -95,10 +106,29 @@ def read(samples: Samples | Tensor | None) -> Samples:
         return Dim(0)
     if isinstance(samples, Tensor):
         if samples.is_floating_point() or samples.dim() not in (1, 2):
-            raise SamplesError("samples= takes whole numbers of shape (rows,) or (rows, positions)")
+            raise BadSamples(
+                f"samples= takes whole numbers of shape (rows,) or (rows, positions), got {samples.dtype} of shape "
+                f"{tuple(samples.shape)}.",
+                write=_BY_IDS,
+            )
         if samples.numel() and int(samples.min()) < -1:
-            raise SamplesError(f"samples= has the id {int(samples.min())}: ids are 0 or more, -1 is nobody's")
+            raise BadSamples(
+                f"samples= has the id {int(samples.min())}: ids are 0 or more, and -1 belongs to no sample.",
+                write=_BY_IDS,
+            )
         return Ids(samples.cpu().long())
     if isinstance(samples, Dim | Ids):
         return samples
-    raise SamplesError(f"samples={samples!r}: None, unsum.dim(k), unsum.packed(cu_seqlens), or a tensor of ids")
+    is_number = isinstance(samples, int) and not isinstance(samples, bool) and samples >= 0
+    raise BadSamples(
+        f"samples={samples!r}: takes None, unsum.dim(k), unsum.packed(cu_seqlens), or a tensor of ids.",
+        write=[
+            f"with unsum.gradients(model, samples=unsum.dim({samples if is_number else 1})) as g: ...",
+            "with unsum.gradients(model, samples=unsum.packed(cu_seqlens)) as g: ...",
+            _BY_IDS,
+        ],
+    )
+
+
+def _short(ends: Tensor) -> str:
+    return str(ends.tolist()) if ends.numel() <= 8 else f"a tensor of shape {tuple(ends.shape)}"

@@ -3,7 +3,8 @@
     <module path glob>:<kind>[@call][nested path]        "enc:output@1", "lm:output.logits", "blocks.*.attn:output[0]"
 
 `*` also crosses dots; the root module is the empty name (`:output`). Instead of a name, a module type or a predicate
-`(name, module) -> bool` may choose the modules: `(nn.Linear, "input")`.
+`(name, module) -> bool` may choose the modules: `(nn.Linear, "input")`. A tensor that `unsum.mark` names "y" is
+`"mark:y:output"` and `"mark:y:grad_output"`; where there is no model, also `"y:output"`.
 """
 
 from __future__ import annotations
@@ -228,7 +229,9 @@ class Names:
             near = self.near(site.where, site.kind)
             if near:
                 lines.append(f"  near: {', '.join(map(repr, near))}")
-        lines.append("  list them: unsum.sites(model); a tensor named with unsum.mark: capture(None, ...)")
+        may_be_mark = isinstance(site.where, str) and ":" not in site.where and site.kind in ("output", "grad_output")
+        mark = f"; a tensor named with unsum.mark: {f'mark:{site}'!r}" if may_be_mark else ""
+        lines.append(f"  list them: unsum.sites(model){mark}")
         return "\n".join(lines)
 
     def corrected(self, where: str, kind: Kind) -> list[str]:

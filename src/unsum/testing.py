@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from unsum.check import Checked, LossFunction, check
-from unsum.errors import SamplesError
+from unsum.errors import NotAvailable
 from unsum.factors.factors import Factors, projection
 from unsum.gathered import Gradients
 from unsum.gradients import gradients
@@ -99,7 +99,7 @@ def _factors(ours: Factors, twin: Factors) -> None:
     _same(ours.project(2, seed=3), _projected(dense, name, 2, 3), name, "project")
     try:
         tokens = ours.per_token()
-    except SamplesError:
+    except NotAvailable:
         return
     _same(tokens.sum(1), dense, name, "per_token")
     _same(

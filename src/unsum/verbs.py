@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from unsum.errors import VerbError
-from unsum.part import Index, Part, broadcast
+from unsum.part import Index, Part, broadcast, positions_of
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Verb:
     draws: bool = False  # random numbers, from this generator or torch's own
     generator: torch.Generator | None = None
     value: Callable[[Tensor], Tensor] | None = None  # what is put in, made from the whole tensor; see `_put`
+    has_positions: bool = False  # the value's own were chosen: `.at` says where they go
     part: Part = field(default_factory=Part)
 
     def at(
@@ -78,12 +79,26 @@ class Verb:
         return with_fields(self, part=self.part.and_also(chosen))
 
     def __call__(self, tensor: Tensor) -> Tensor:
+        if self.has_positions:
+            self._refuse_unclear_positions()
         if not self.part:
             return self.function(tensor)
         if self.value is None:
             return self.part.on(tensor, self.function)
-        value = self.part.fitted(self.value(tensor), tensor)
+        value = self.part.fitted(self.value(tensor), tensor, has_positions=self.has_positions)
         return self.part.on(tensor, lambda t: _put(value, t, self.part))
+
+    def _refuse_unclear_positions(self) -> None:
+        if self.part.paired:
+            raise VerbError(
+                "with paired=True, give the rows themselves, one for each pair",
+                write="unsum.replace(v[[0, 1], [2, 4]]).at(samples=[0, 1], positions=[3, 5], paired=True)",
+            )
+        if "positions" not in self.part.named and 1 not in self.part.dims:
+            raise VerbError(
+                "positions= says which positions of the value are taken; say where they go, too",
+                write="unsum.replace(v, positions=[2, 4]).at(positions=[3, 5])",
+            )
 
     def __repr__(self) -> str:
         return f"{self.name}{self.part}"
@@ -152,12 +167,15 @@ def zero() -> Verb:
     return Verb("zero()", lambda t: t.masked_fill(torch.ones((), dtype=torch.bool, device=t.device), 0))
 
 
-def replace(v: float | Tensor) -> Verb:
+def replace(v: float | Tensor, *, positions: Index | None = None) -> Verb:
     """Put `v` there: a number, or a tensor that broadcasts to the place as torch's `expand` would (a patch from another
     run, a vector over the features, a value (1, positions, features) for every sample).
 
     With `.at(...)`, `v` broadcasts to the part. Along a chosen dimension in which `v` is as long as the whole tensor,
     the same part of `v` is taken; otherwise `v` has as many entries there as are chosen, in the order of the index.
+
+    Between runs of different lengths, `positions` chooses positions of `v` (its dimension 1), and `.at(positions=...)`
+    says where each of them goes, in order: `replace(clean, positions=[3, -1]).at(positions=[5, -1])`.
 
     Examples:
         >>> replace(7.0)(torch.tensor([1.0, 2.0]))
@@ -167,8 +185,17 @@ def replace(v: float | Tensor) -> Verb:
                 [1., 2.]])
         >>> replace(torch.tensor([[5.0, 6.0]])).at(positions=[3, 1])(torch.zeros(1, 4))
         tensor([[0., 6., 0., 5.]])
+        >>> longer = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]])
+        >>> replace(longer, positions=[1, -1]).at(positions=[0, -1])(torch.zeros(1, 3))
+        tensor([[2., 0., 5.]])
     """
-    return _putting(f"replace({_short(v)})", lambda t: _value(v, t))
+    if positions is None:
+        return _putting(f"replace({_short(v)})", lambda t: _value(v, t))
+    if not isinstance(v, Tensor):
+        raise VerbError(f"replace({v!r}, positions=...): a number has no positions; leave positions= out")
+    chosen = positions_of(v, positions)
+    verb = _putting(f"replace({_short(v)}, positions={_short(positions)})", lambda t: _value(chosen, t))
+    return with_fields(verb, has_positions=True)
 
 
 def mean_ablate(mean: float | Tensor | None = None, *, over: int | Sequence[int] | None = None) -> Verb:
@@ -206,13 +233,13 @@ def _put(value: Tensor, t: Tensor, part: Part) -> Tensor:
 
 
 def _value(v: float | Tensor, t: Tensor) -> Tensor:
+    if isinstance(v, Tensor) and v.dtype != t.dtype:
+        raise VerbError(f"got {v.dtype}, needs {t.dtype}: write v.to({t.dtype})")
     value = _fitting(v, t)
     if not isinstance(value, Tensor):
         if not t.is_floating_point() and not t.is_complex() and value != int(value):
             raise VerbError(f"got {value!r}, needs a whole number")
         return torch.full((), value, dtype=t.dtype, device=t.device)
-    if value.dtype != t.dtype:
-        raise VerbError(f"got {value.dtype}, needs {t.dtype}")
     return value.to(t.device)  # a single number may be elsewhere
 
 
@@ -285,9 +312,11 @@ def reverse(c: float = 1.0) -> Verb:
 
 
 def _fitting(v: float | Tensor, t: Tensor) -> float | Tensor:
-    """`v`, if it is on the same device as the tensor it meets."""
+    """`v`, if it is on the same device as the tensor it meets; floats in that tensor's precision."""
     if isinstance(v, Tensor) and v.dim() and v.device != t.device:
         raise VerbError(f"got a tensor on {v.device}, needs one on {t.device}")
+    if isinstance(v, Tensor) and v.is_floating_point() and t.is_floating_point():
+        return v.to(t.dtype)
     return v
 
 

@@ -40,7 +40,10 @@ class Corrected:
             return
         found = pieces(factors)
         if found is None or found[0].matrix != block.matrix:
-            raise UnsupportedError(f"{name}: its gradients were outer products in the first pass and are none now")
+            raise UnsupportedError(
+                f"{name}: its gradients were outer products in the first pass over the data, not in the second.",
+                write='unsum.curvature.fit(model, loss_fn, data, kind="diagonal")',
+            )
         assert block.basis is not None
         value = squared(
             found, block.basis.rows, block.basis.columns, bias=None if block.bias is None else block.bias.side

@@ -59,6 +59,11 @@ class Curvature:
         return self.origin.kind
 
     @property
+    def is_decomposed(self) -> bool:
+        """Whether eigenvectors were computed; those of an EK-FAC always are."""
+        return bool(self._blocks)
+
+    @property
     def blocks(self) -> dict[str, Block]:
         """{first parameter: its block}; eigenvectors are computed when they are first asked for."""
         if not self._blocks:
@@ -151,7 +156,10 @@ class Curvature:
                     f"merge: {option} is {getattr(mine, option)} here and {getattr(theirs, option)} there"
                 )
         if (mine.fingerprints, mine.others) != (theirs.fingerprints, theirs.others):
-            raise UnsupportedError("merge: the two were fitted on other parameters (another model, or other weights)")
+            raise UnsupportedError(
+                "merge: the two curvatures were fitted on different parameters (another model, or other weights).",
+                write="unsum.curvature.fit(model, loss_fn, ConcatDataset([first, second]))  # one fit, of one model",
+            )
         sums = {name: _merged(name, sums, other.sums[name]) for name, sums in self.sums.items()}
         biases = {w: b for w, b in self.biases.items() if other.biases.get(w) == b or not other.sums[w].pairs}
         biases |= {w: b for w, b in other.biases.items() if not self.sums[w].pairs}
@@ -191,7 +199,10 @@ def _merged(name: str, mine: ParameterSums, theirs: ParameterSums) -> ParameterS
     if not (mine.pairs or mine.squares is not None):
         return theirs
     if mine.matrix != theirs.matrix:
-        raise UnsupportedError(f"merge: {name} is covered in different ways here and there")
+        raise UnsupportedError(
+            f"merge: {name} is kept as a block in one curvature and as a diagonal in the other.",
+            write='unsum.curvature.fit(model, loss_fn, data, kind="diagonal")  # both of them',
+        )
     pairs = {side: pair.copy() for side, pair in mine.pairs.items()}
     for side, pair in theirs.pairs.items():
         if side in pairs:

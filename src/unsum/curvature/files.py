@@ -24,13 +24,14 @@ _OF_BLOCK = ("rows", "columns", "row_values", "column_values")  # of its basis
 
 
 def save(curvature: Curvature, path: str | os.PathLike[str]) -> None:
-    """Write a curvature."""
+    """Write a curvature, with its eigenvectors where they were computed: another machine may compute others, of another
+    sign, rounded otherwise, or turned in a space of equal eigenvalues."""
     tensors = to_tensors(curvature.sums)
     manifest = manifest_of(curvature.origin, curvature.sums) | {
         "n": curvature.n,
         "biases": {name: [bias.name, bias.side] for name, bias in curvature.biases.items()},
     }
-    if curvature.kind == "ekfac":
+    if curvature.is_decomposed:
         manifest["blocks"] = {}
         for name, block in curvature.blocks.items():
             if block.basis is not None:
@@ -60,7 +61,7 @@ def load(path: str | os.PathLike[str]) -> Curvature:
     sums = from_tensors(tensors, manifest)
     biases = {name: Bias(bias, sums[bias].shape, side) for name, (bias, side) in manifest["biases"].items()}
     found = Curvature(origin_of(manifest), manifest["n"], sums, biases)
-    if found.kind != "ekfac":
+    if "blocks" not in manifest:
         return found
     blocks: dict[str, Block] = {}
     for name in sums:

@@ -15,7 +15,7 @@ from unsum.curvature.curvature import KINDS, Curvature, Kind, Origin
 from unsum.curvature.likelihood import Likelihood
 from unsum.curvature.resumed import Resumed
 from unsum.curvature.sums import ParameterSums, Setting, Sums
-from unsum.errors import OptionError, SamplesError
+from unsum.errors import EmptyData, NotFinite, OptionError, WrongCount
 from unsum.examples import (
     Examples,
     SamplesOfBatch,
@@ -99,14 +99,17 @@ def fit(
     done = 0 if state is None else state.begin(sums)
     run.read(sums, 0, done, None if state is None else lambda batches: state.keep(batches, sums))
     if sums.n == 0:
-        raise SamplesError("fit: the data is empty")
+        raise EmptyData("fit: the data is empty.", write="unsum.curvature.fit(model, loss_fn, TensorDataset(x, y))")
     found = Curvature(origin, sums.n, run.in_order(sums.parameters), sums.paired())
     if kind == "ekfac":
         corrected = Corrected(found.blocks)
         done = 0 if state is None else state.begin_correction(corrected)
         run.read(corrected, 1, done, None if state is None else lambda n: state.keep(n, sums, corrected))
         if corrected.n != sums.n:
-            raise SamplesError(f"fit: the data had {sums.n} samples when it was read first, and {corrected.n} now")
+            raise WrongCount(
+                f"fit: the data had {sums.n} samples when it was read first, and {corrected.n} the second time.",
+                write='unsum.curvature.fit(model, loss_fn, list(data), kind="ekfac")  # the same samples every time',
+            )
         found = corrected.curvature(found)
     if state is not None:
         state.remove()
@@ -193,8 +196,9 @@ class _Fit:
         with gradients(self._model, norms, samples=samples, params=self._params, grad=False):
             self._losses(batch, first, seed, are_samples=samples is None).sum().backward()
         refuse_not_finite(norms.norms(), first, "fit", "gradient")
-        raise SamplesError(
-            f"fit: a sum over the batch of example {first} is not finite: gradients or inputs are too large"
+        raise NotFinite(
+            f"fit: a sum over the batch of example {first} is not finite: gradients or inputs are too large.",
+            write="unsum.curvature.fit(model.double(), loss_fn, data)",
         )
 
 

@@ -15,7 +15,7 @@ from unsum.curvature.curvature import Curvature
 from unsum.curvature.likelihood import Likelihood
 from unsum.curvature.second_backward import check_adjoint, outputs_of, refusing_missing
 from unsum.curvature.trace import DRAWS, refuse_interaction, trace_of
-from unsum.errors import OptionError, SamplesError, UnsupportedError
+from unsum.errors import EmptyData, NoGradient, OptionError, UnsupportedError
 from unsum.examples import Examples, refuse_not_finite
 from unsum.fingerprint import changed, fingerprint, of_others
 from unsum.gathered import Gradients
@@ -187,7 +187,9 @@ class GaussNewton:
             places = self._likelihood.places(found, batch) if found.dim() > 1 else found.new_ones(len(found))
             outputs += int((places != 0).sum()) * (found.shape[-1] if found.dim() > 1 else 1)
         if not n:
-            raise SamplesError("ggn: the data is empty")
+            raise EmptyData(
+                "ggn: the data is empty.", write="unsum.curvature.ggn(model, TensorDataset(x, y), likelihood)"
+            )
         return n, outputs
 
     # ---- products -------------------------------------------------------------------------------------------------
@@ -206,7 +208,13 @@ class GaussNewton:
         with torch.enable_grad():
             outputs = outputs_of(self._model, self._likelihood, batch)
             if not outputs.requires_grad:
-                raise SamplesError("ggn: the outputs do not depend on parameters that are trained (no_grad?)")
+                raise NoGradient(
+                    "ggn: the outputs do not depend on parameters that are trained (no_grad, or all are frozen).",
+                    write=[
+                        "model.requires_grad_(True)",
+                        "unsum.curvature.categorical(lambda m, b: m(b[0]))  # no no_grad",
+                    ],
+                )
             back = torch.zeros_like(outputs, requires_grad=True)
             with refusing_missing(outputs):
                 pulled = torch.autograd.grad(outputs, parameters, back, create_graph=True, allow_unused=True)
@@ -305,6 +313,7 @@ def ggn(
     examples = Examples(data, batch_size=batch_size, what="ggn")
     if examples.is_once:
         raise OptionError(
-            "ggn: the data is read in every product, and this is an iterator, which gives everything once"
+            "ggn: the data is read in every product, and this is an iterator, which gives everything once.\n"
+            "  give a list, a Dataset or a DataLoader: list(data)"
         )
     return GaussNewton(model, examples, likelihood, params, seed)

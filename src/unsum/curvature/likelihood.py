@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unsum.errors import OptionError, SamplesError, UnsupportedError
+from unsum.errors import OptionError, UnsupportedError, WrongCount, WrongShape
 from unsum.examples import refuse_not_finite
 
 Forward = Callable[[Any, Any], Tensor]
@@ -44,7 +44,10 @@ class Likelihood(ABC):
     def _checked(self, found: Any) -> Tensor:
         if not isinstance(found, Tensor) or found.dim() < 2 or not found.is_floating_point():
             what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-            raise SamplesError(f"{self.name}: forward(model, batch) gives outputs of shape (n, ..., C); got {what}")
+            raise WrongShape(
+                f"{self.name}: forward(model, batch) gives outputs of shape (n, ..., C); got {what}.",
+                write="forward = lambda model, batch: model(batch[0])  # the model's outputs, not a loss",
+            )
         return found
 
     def places(self, outputs: Tensor, batch: Any) -> Tensor:
@@ -53,9 +56,11 @@ class Likelihood(ABC):
             return outputs.new_ones(outputs.shape[:-1])
         mask = self.mask(batch)
         if not isinstance(mask, Tensor) or mask.shape != outputs.shape[:-1]:
-            raise SamplesError(
+            places = tuple(outputs.shape[:-1])
+            raise WrongShape(
                 f"{self.name}: mask(batch) has shape {tuple(getattr(mask, 'shape', ()))}, the places of the outputs "
-                f"are {tuple(outputs.shape[:-1])}"
+                f"are {places}.",
+                write=f"mask=lambda batch: batch[1] != -100  # a tensor of shape {places}",
             )
         if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
             raise OptionError(
@@ -146,8 +151,9 @@ class Convex(Likelihood):
             loss = self._loss(leaf, batch)
             if not isinstance(loss, Tensor) or loss.shape != outputs.shape[:1]:
                 what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-                raise SamplesError(
-                    f"convex: loss(outputs, batch) gives one loss for each sample, ({len(outputs)},); got {what}"
+                raise WrongCount(
+                    f"convex: loss(outputs, batch) gives one loss for each sample, ({len(outputs)},); got {what}.",
+                    write="return losses.flatten(1).sum(1)  # (n,)",
                 )
             (slope,) = torch.autograd.grad(loss.sum(), leaf, create_graph=True)
             if not slope.requires_grad:

@@ -124,7 +124,7 @@ class Sums:
             self._take_squares(name, factors)
         elif found is None or found[0].matrix != known.matrix:
             raise UnsupportedError(
-                f"{name}: its gradients were outer products in an earlier batch and are none now.\n  " + self._way_out
+                f"{name}: its gradients were outer products in an earlier batch, and are not now.\n  " + self._way_out
             )
         else:
             for piece in found:

@@ -84,8 +84,9 @@ def _roots(outputs: Tensor, likelihood: Likelihood, batch: Any) -> list[Tensor]:
     values, directions = torch.linalg.eigh((matrix + matrix.mT) / 2)
     if is_any and values.numel() and bool((values < -1e-4 * values.abs().amax()).any()):
         raise UnsupportedError(
-            "the loss is not convex in the outputs (its second derivative has a negative eigenvalue): there is no "
-            "Gauss–Newton matrix"
+            "the loss is not convex in the outputs (its second derivative has a negative eigenvalue), so it has no "
+            "Gauss–Newton matrix.",
+            write="unsum.curvature.categorical(forward)  # or .gaussian(forward): likelihoods whose loss is convex",
         )
     roots = directions * values.clamp_min(0).sqrt()[:, None]
     return [root.reshape(outputs.shape).to(outputs) for root in roots.unbind(-1)]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unsum.errors import OptionError, SamplesError
+from unsum.errors import OptionError, WrongShape
 from unsum.gathered import Gradients
 
 
@@ -50,15 +50,20 @@ def read(given: Any, shapes: Mapping[str, tuple[int, ...]], *, what: str) -> Vec
             raise OptionError(f"{what}: {name} is of {value.dtype}: give floating point numbers")
         is_one = tuple(value.shape) == shape
         if not is_one and (value.dim() != len(shape) + 1 or tuple(value.shape[1:]) != shape):
-            raise SamplesError(
-                f"{what}: {name} has shape {shape}; got {tuple(value.shape)}, neither that nor (n, *shape)"
+            raise WrongShape(
+                f"{what}: {name} has shape {shape}; got {tuple(value.shape)}, neither that nor "
+                f"({', '.join(map(str, ('n', *shape)))}).",
+                write=f"value.reshape({', '.join(map(str, (-1, *shape)))})",
             )
         sizes[None if is_one else len(value)] = name
         parts[name] = value.detach()[None] if is_one else value.detach()
     if len(sizes) > 1:
         (one, mine), (other, theirs), *_ = sizes.items()
         told = lambda size: "a single tensor" if size is None else f"{size} rows"
-        raise SamplesError(f"{what}: {mine} is {told(one)}, {theirs} is {told(other)}")
+        raise WrongShape(
+            f"{what}: {mine} is {told(one)}, {theirs} is {told(other)}; all must be alike.",
+            write="{name: p.grad for name, p in model.named_parameters()}  # one tensor for each parameter",
+        )
     return Vectors(parts, None in sizes)
 
 

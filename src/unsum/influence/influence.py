@@ -12,7 +12,7 @@ from unsum.check import LossFunction
 from unsum.choice import exactly
 from unsum.curvature import Curvature, GaussNewton
 from unsum.curvature.vectors import is_number
-from unsum.errors import OptionError, SamplesError
+from unsum.errors import EmptyData, NotAvailable, OptionError
 from unsum.examples import (
     Examples,
     SamplesOfBatch,
@@ -28,6 +28,8 @@ from unsum.influence.queries import Queries, Scored, formed, held
 from unsum.influence.scores import Influence
 from unsum.reducers import Norms
 from unsum.reducers.holding import free_memory
+
+_NOT_EMPTY = "unsum.influence(model, loss_fn, TensorDataset(x, y), TensorDataset(query_x, query_y))"
 
 
 def influence(
@@ -115,7 +117,7 @@ def influence(
         by_token += [] if tokens_of is None else [tokens_of]
         left_out |= left
     if not rows:
-        raise SamplesError("query: the data is empty")
+        raise EmptyData("query: the data is empty.", write=_NOT_EMPTY)
     return Influence(torch.cat(rows), torch.cat(by_token) if by_token else None, tuple(left_out))
 
 
@@ -217,7 +219,10 @@ class _Run:
             refuse_not_finite(scored.scores.sum(1), first, "train", "gradient")
             scores, of_tokens = scored.scores, scored.by_token
             if tokens and of_tokens is None:
-                raise SamplesError("tokens=True: no parameter has the input's positions")
+                raise NotAvailable(
+                    "tokens=True: no parameter has a gradient for each position of the input.",
+                    write="unsum.influence(model, loss_fn, train, query)  # without tokens=True",
+                )
             if of_queries is not None:
                 size = norms.norms().double()[:, None] * of_queries.to(scores.device)
                 scores = torch.where(size > 0, scores / size, 0.0)
@@ -228,7 +233,7 @@ class _Run:
                 by_token.append(of_tokens.permute(2, 0, 1).cpu())
             first += len(losses)
         if not found:
-            raise SamplesError("train: the data is empty")
+            raise EmptyData("train: the data is empty.", write=_NOT_EMPTY)
         longest = max((part.shape[2] for part in by_token), default=0)
         padded = [nn.functional.pad(part, (0, longest - part.shape[2])) for part in by_token]
         return torch.cat(found, 1), torch.cat(padded, 1) if padded else None, scored.left_out

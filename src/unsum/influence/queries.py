@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unsum.curvature.vectors import dots
-from unsum.errors import SamplesError
+from unsum.errors import NotAvailable
 from unsum.factors.factors import Factors
 from unsum.gathered import Gradients
 
@@ -87,7 +87,7 @@ class Scored:
         if self._tokens:
             try:
                 by_token = self._queries.token_dots(name, factors).real.double()
-            except SamplesError:
+            except NotAvailable:
                 self.left_out[name] = None
             else:
                 self._found.setdefault(by_token.shape[1], {})[name] = by_token

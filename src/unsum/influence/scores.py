@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from html import escape
 
 import torch
 from torch import Tensor
 
 from unsum.errors import OptionError
+from unsum.notebook import element, table
+
+_POSITIVE = "A positive score: training on the example lowers the query's loss."
+_SHOWN = 5, 5  # queries, and examples of each, that a notebook shows
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +27,16 @@ class Top:
 
     ids: Tensor  # (queries, k)
     scores: Tensor  # (queries, k)
+
+    def _repr_html_(self) -> str:
+        both = zip(self.ids.tolist(), self.scores.tolist(), strict=True)
+        rows = [
+            (str(query), str(rank), str(example), f"{score:+.4g}".replace("-", "−"))
+            for query, (ids, scores) in enumerate(both)
+            for rank, (example, score) in enumerate(zip(ids, scores, strict=True), 1)
+        ]
+        drawn = table(["query", "rank", "example", "score"], rows, right=range(4), names=0)
+        return element(f'{drawn}<div class="note">{_POSITIVE}</div>')
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,3 +65,11 @@ class Influence:
     def __repr__(self) -> str:
         queries, examples = self.matrix.shape
         return f"influence of {examples} examples on {queries} queries: s.matrix, s.top(k)"
+
+    def _repr_html_(self) -> str:
+        queries, k = _SHOWN
+        best = self.top(k)
+        first = Top(best.ids[:queries], best.scores[:queries])
+        more = " Only the first queries are shown." if len(self.matrix) > queries else ""
+        title = f'<div class="title">{escape(repr(self))}</div>'
+        return element(f'{title}<div class="note">The examples that help most.{more}</div>') + first._repr_html_()
