@@ -1,6 +1,6 @@
 """What norms and the like cost in a compiled model, over the compiled model's plain step and over the eager one.
 
-    python benchmarks/compiled.py [--device cuda] [--quick] [--json PATH] [--only NAME]
+    python benchmarks/compiled.py [--device cuda] [--quick] [--json PATH] [--only NAME] [--mode reduce-overhead]
 
 Every way makes one step in each repetition, in random order; shown are medians of the ratios to the compiled plain step
 of the same repetition, with quartiles, peak memory over that of the compiled plain step, and how far results are from
@@ -39,12 +39,17 @@ def ways_of(model: Any, compiled: Any, losses: Any, x: Any, y: Any) -> dict[str,
             losses(which, x, y).sum().backward()
         return g[reducer]
 
+    def clip(norms: Any) -> Any:
+        return (1 / norms).clamp(max=1)
+
     ways = {
         "plain, compiled": lambda: losses(compiled, x, y).sum().backward(),
         "plain, compiled, again": lambda: losses(compiled, x, y).sum().backward(),
         "plain, eager": lambda: losses(model, x, y).sum().backward(),
         "norms, compiled": lambda: block(compiled, unsum.Norms()).sq_norms(),
         "norms, eager": lambda: block(model, unsum.Norms()).sq_norms(),
+        "clipped sum, compiled": lambda: block(compiled, unsum.WeightedSum(clip), grad=False).sum(),
+        "clipped sum, eager": lambda: block(model, unsum.WeightedSum(clip), grad=False).sum(),
     }
     if losses is token_losses:
         ways |= {
@@ -54,14 +59,14 @@ def ways_of(model: Any, compiled: Any, losses: Any, x: Any, y: Any) -> dict[str,
     return ways
 
 
-def run(name: str, make: Any, *, device: str, seconds: float, chosen: Any) -> dict[str, Any]:
+def run(name: str, make: Any, *, device: str, seconds: float, chosen: Any, mode: str | None) -> dict[str, Any]:
     torch.manual_seed(0)
     torch._dynamo.reset()
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model, losses, x, y = make()
     model = model.to(device, dtype)
     x, y = (t.to(device, dtype) if t.is_floating_point() else t.to(device) for t in (x, y))
-    compiled = torch.compile(model, fullgraph=True)
+    compiled = torch.compile(model, fullgraph=True, mode=mode)
     ways = {key: step for key, step in ways_of(model, compiled, losses, x, y).items() if chosen(key)}
     checks = {}
     for key, step in ways.items():
@@ -91,6 +96,7 @@ def run(name: str, make: Any, *, device: str, seconds: float, chosen: Any) -> di
         if peaks:
             row["memory"] = round(peaks[key] / peaks["plain, compiled"], 3)
         rows.append(row)
+    name = name if mode is None else f"{name}, {mode}"
     return {"model": name, "repetitions": len(times["plain, eager"]), "norms_off_by": off, "rows": rows}
 
 
@@ -108,6 +114,7 @@ def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--only", default="", help="models whose name contains this")
     parser.add_argument("--ways", default="", help="besides plain steps and norms, ways whose name contains this")
+    parser.add_argument("--mode", help="that of torch.compile: reduce-overhead, max-autotune")
     options = parsed(parser)
     chosen = lambda way: way.startswith(("plain", "norms")) or options.ways in way
     warnings.simplefilter("ignore")
@@ -116,7 +123,8 @@ def main() -> None:
     print(", ".join(f"{key} {value}" for key, value in about.items()), end="\n\n")
     for name, make in MODELS[options.device].items():
         if options.only in name:
-            results.append(run(name, make, device=options.device, seconds=3 if options.quick else 20, chosen=chosen))
+            given = {"device": options.device, "seconds": 3 if options.quick else 20, "chosen": chosen}
+            results.append(run(name, make, **given, mode=options.mode))
             print(table(results[-1]), end="\n\n", flush=True)
             write(options.json, {"machine": about, "device": options.device, "models": results})
             gc.unfreeze()

@@ -46,8 +46,8 @@ def routed(n: int, t: int, experts: int, k: int, i: int, o: int, *, device: str,
     held = torch.argsort(order).view(n, t * k).to(device)
     by = Positions(Mapped(sample, is_whole=True, held=held), n, 1)
     ends = torch.bincount(matrix, minlength=experts).cumsum(0).int().to(device)
-    index, shape = by.index(a.device), (experts, o, i)
-    return Routed(a, delta, sample, matrix.to(device), index, experts, shape, ends=ends, is_full=True)
+    held, shape = by.index(a.device), (experts, o, i)
+    return Routed(a, delta, sample, matrix.to(device), n, experts, shape, ends=ends, held=held)
 
 
 def ways(device: str, seconds: float) -> None:

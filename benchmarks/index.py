@@ -2,7 +2,7 @@
 
     python benchmarks/index.py --json benchmarks/results/index_cpu.json [--quick] [--only build]
     python benchmarks/index.py --device cuda --json benchmarks/results/index_cuda.json
-    python benchmarks/index.py --tables          # docs/store.md again, from what lies in results/
+    python benchmarks/index.py --tables          # docs/gradient_index.md again, from what lies in results/
 
 Parts: `large` (100,000 examples: time, memory, bytes, and queries over plain reads of the same bytes), `recall` (of the
 exact first ten, over how much is kept; scikit-learn for digits), `build` (over plain steps, beside bergson where it is
@@ -75,7 +75,9 @@ def keep(report: dict[str, Any], part: str, found: dict[str, Any], path: Path | 
 def main() -> None:
     parser = options_of(__doc__ or "")
     parser.add_argument("--only", choices=["build", "large", "recall"], help="this part alone")
-    parser.add_argument("--tables", action="store_true", help="fill docs/store.md from results/, and measure nothing")
+    parser.add_argument(
+        "--tables", action="store_true", help="fill docs/gradient_index.md from results/, and measure nothing"
+    )
     options = parsed(parser)
     warnings.simplefilter("ignore")
     logging.getLogger("unsum").setLevel(logging.WARNING)  # bergson has every library tell what it does

@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset, default_collate
 import unsum
 from lds_problems import class_losses, mlp
 from measuring import now, ratios, threads_of
-from unsum.index.scan import Best, scan
+from unsum.index.best import best_rows
 from unsum.index.stored import Stored
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -106,14 +106,7 @@ def scanned(folder: Path, queries: int, device: str) -> Callable[[], Any]:
     """The scan alone: what `i.query` does between the queries' own gradients and the table of hits."""
     stored = Stored(folder, unsum.index.open(folder).info)
     asked = torch.randn(queries, stored.info["width"], dtype=torch.float64, device=device)
-
-    def run() -> Best:
-        best = Best(queries, 10)
-        for found in scan(stored.shards, asked):
-            best.add(stored.starts[found.shard] + found.first, found.scores)
-        return best
-
-    return run
+    return lambda: best_rows(stored.shards, stored.starts, asked, 10)
 
 
 def asked(folder: Path, examples: int, queries: int, device: str) -> Callable[[], Any]:

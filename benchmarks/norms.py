@@ -18,6 +18,7 @@ import copy
 import ctypes
 import functools
 import gc
+import os
 import random
 import statistics
 import subprocess
@@ -127,11 +128,22 @@ def check(way: Way, x: Tensor, y: Tensor, squares: Tensor, grads: list[Tensor | 
     return f"off by {off:.0e}" if off < loose else f"WRONG norms, off by {off:.0e}"
 
 
-def peak_on_cpu(name: str, way: str, threads: int) -> int | None:
-    """Bytes that one step adds to the memory of a process of its own, at its highest; None if it fails there."""
+PROCESSES = 5  # in which the memory of a way is measured, with what the heap keeps
+MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc maps larger blocks one by one, and gives them back when freed
+
+
+def peak_on_cpu(name: str, way: str, threads: int, *, with_heap: bool = False) -> int | None:
+    """Bytes that one step adds to the memory of a process of its own, at its highest; None if it fails there.
+    `with_heap`: with freed blocks that the heap keeps, which differ from process to process; the median of some."""
     command = [sys.executable, __file__, "--only", name, "--peak-of", way, "--threads", str(threads)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    return None if done.returncode else int(done.stdout.split()[-1])
+    found = []
+    for _ in range(PROCESSES if with_heap else 1):
+        usual = os.environ if with_heap else os.environ | MAPPED
+        done = subprocess.run(command, check=False, capture_output=True, text=True, env=usual)
+        if done.returncode:
+            return None
+        found.append(int(done.stdout.split()[-1]))
+    return statistics.median_low(found)
 
 
 def peak_of(make: Callable[[str], Any], key: str) -> int:
@@ -191,12 +203,16 @@ def run(name: str, make: Callable[[str], Any], *, device: str, dtype: torch.dtyp
     del grads
     times = timed(ways, x, y, device=device, seconds=seconds)
     peaks = {way.name: peak for way in ways if (peak := peak_memory(name, way, x, y, device)) is not None}
+    own = [way for way in ways if way.key in OWN and device == "cpu" and way.name in peaks]
+    heaps = {way.name: peak_on_cpu(name, way.key, torch.get_num_threads(), with_heap=True) or 0 for way in own}
     rows: list[dict[str, Any]] = []
     for way in ways:
         row = {"way": way.name, "ms": round(1e3 * statistics.median(times[way.name]), 2),
                "to_plain": ratios(times, way.name, "plain"), "norms": checked[way.name]}  # fmt: skip
         if way.name in peaks:
             row["memory"] = round(peaks[way.name] / peaks["plain"], 3)
+        if way.name in heaps:
+            row["with_heap"] = round(heaps[way.name] / heaps["plain"], 3)
         rows.append(row)
     return {"model": name, "repetitions": len(times["plain"]), "rows": rows + notes}
 

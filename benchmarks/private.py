@@ -313,9 +313,10 @@ def tables(report: dict[str, Any]) -> str:
             epsilon = "" if row["epsilon"] is None else f"{row['epsilon']:.2f}"
             lines.append(f"| {row['way']} | {row['accuracy']:.3f} ± {row['deviation']:.3f} | {epsilon} |")
     for made in report["cost"]:
+        later = f" ({made['date']})" if "date" in made else ""  # measured after the others
         lines += [
             "",
-            f"| {made['model']} | to a plain step | quartiles | memory | clipped sum |",
+            f"| {made['model']}{later} | to a plain step | quartiles | memory | clipped sum |",
             "|---|---|---|---|---|",
         ]
         for row in made["rows"]:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import unsum
 from checks import checked, clip
 from measuring import machine, memory_of, memory_on_cpu, now, options_of, parsed, ratios, write
-from models import GPT, ResNet50
+from models import GPT, RecurrentLM, ResNet50
 from peers import reason
 from unsum.reducers.holding import FACTORS
 
@@ -65,7 +65,14 @@ def resnet(batch: int, size: int) -> Callable[[], Any]:
     return make
 
 
-def experts(batch: int, length: int, width: int, layers: int) -> Callable[[], Any]:
+def lstm(batch: int, length: int, width: int) -> Callable[[], Any]:
+    def make() -> Any:
+        return RecurrentLM(vocabulary=1000, width=width), token_losses, *torch.randint(1000, (2, batch, length))
+
+    return make
+
+
+def experts(batch: int, length: int, width: int, layers: int, *, loop: bool = False) -> Callable[[], Any]:
     def make() -> Any:
         from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -74,7 +81,9 @@ def experts(batch: int, length: int, width: int, layers: int) -> Callable[[], An
             num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2, vocab_size=8192, use_cache=False,
             max_position_embeddings=length, attention_dropout=0.0,
         )  # fmt: skip
-        return MixtralForCausalLM(config).eval(), token_losses, *torch.randint(8192, (2, batch, length))
+        model = MixtralForCausalLM(config).eval()
+        model.set_experts_implementation("eager" if loop else "grouped_mm")
+        return model, token_losses, *torch.randint(8192, (2, batch, length))
 
     return make
 
@@ -91,6 +100,8 @@ MODELS: dict[str, dict[str, tuple[Callable[[], Any], tuple[str, ...]]]] = {
         "launch-bound: GPT-2 small shape B=8 T=128": (gpt(8, length=128, **SMALL), ALL),
         "ResNet-50 224×224 B=64, channels last, eval": (resnet(64, 224), ("norms", *CLIPPED)),
         "experts: Mixtral-like, 8 of d=1024, 4 layers, B=8 T=512": (experts(8, 512, 1024, 4), ("norms",)),
+        "the same experts in a loop": (experts(8, 512, 1024, 4, loop=True), ("norms",)),
+        "LSTM language model, d=1024, B=32 T=128": (lstm(32, 128, 1024), ("norms", "clipped")),
     },
     "cpu": {
         "GPT L=2 d=128 T=64 B=8": (gpt(8, width=128, depth=2, heads=4, vocabulary=500, length=64), ALL),
@@ -104,6 +115,8 @@ MODELS: dict[str, dict[str, tuple[Callable[[], Any], tuple[str, ...]]]] = {
         ),
         "ResNet-50 64×64 B=4, eval": (resnet(4, 64), ("norms", *CLIPPED)),
         "experts: Mixtral-like, 8 of d=128, 2 layers, B=4 T=64": (experts(4, 64, 128, 2), ("norms",)),
+        "the same experts in a loop": (experts(4, 64, 128, 2, loop=True), ("norms",)),
+        "LSTM language model, d=256, B=16 T=64": (lstm(16, 64, 256), ("norms", "clipped")),
     },
 }
 

@@ -4,7 +4,7 @@
 
 Each row does one thing in several ways by turns, on a small GPT or on its layers; the first way is the one that unsum
 uses. The figures are microseconds, and the ratio of each way to the first, turn by turn (median and quartiles).
-`docs/seams.md` says what each way is for.
+`docs/torch_internals.md` says what each way is for.
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ def norms(result: dict[str, Any]) -> str:
     for model in result["models"]:
         has_memory = any("memory" in row for row in model["rows"])
         head = "| way | to a plain step | quartiles | peak memory | norms |" if has_memory else ""
-        lines += [f"**{model['model']}**", "", head or "| way | to a plain step | quartiles | norms |"]
+        later = f"; measured {model['date']}" if "date" in model else ""  # than the others
+        lines += [f"**{model['model']}**{later}", "", head or "| way | to a plain step | quartiles | norms |"]
         lines.append("|---|---|---|---|---|" if has_memory else "|---|---|---|---|")
         for row in model["rows"]:
             if "note" in row:
@@ -50,7 +51,8 @@ def norms(result: dict[str, Any]) -> str:
                 continue
             ratio = row["to_plain"]
             spread = f"{ratio['low']:.2f}, {ratio['high']:.2f}"
-            memory = f" {row['memory']:.2f}× |" if "memory" in row else " |" if has_memory else ""
+            heap = f" ({row['with_heap']:.2f}×)" if "with_heap" in row else ""
+            memory = f" {row['memory']:.2f}×{heap} |" if "memory" in row else " |" if has_memory else ""
             lines.append(f"| {row['way']} | {ratio['median']:.2f}× | {spread} |{memory} {row['norms']} |")
         lines.append("")
     return "\n".join(lines)

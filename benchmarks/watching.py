@@ -6,7 +6,7 @@ The unit is eight training steps with their optimizer (forward, loss, backward, 
 makes them that does not wait for a GPU after each; on a CPU, one. The ways take turns; each time is divided by that of
 the plain way in the same turn; shown are the median of these ratios, their quartiles, and peak memory over that of the
 plain step. "every=50" is the mean over 50 steps, one of them watched. Written to results/watching_cpu.json or
-results/watching_cuda.json, the tables go to docs/training.md too.
+results/watching_cuda.json, the tables go to docs/watch.md too.
 
 Beside it: the peak memory of a step with activation checkpointing, watched or not, over that of the step without
 checkpointing; and a thousand steps of a small model with everything on (layers, updates, JSON lines): how much memory
@@ -35,7 +35,7 @@ from measuring import machine, memory_of, memory_on_cpu, now, options_of, parsed
 from models import GPT
 
 ROOT = Path(__file__).resolve().parent
-PAGE, BEGIN, END = ROOT.parent / "docs" / "training.md", "<!-- begin: benchmarks/watching.py -->\n", "<!-- end -->"
+PAGE, BEGIN, END = ROOT.parent / "docs" / "watch.md", "<!-- begin: benchmarks/watching.py -->\n", "<!-- end -->"
 SHAPES: dict[str, dict[str, Any]] = {
     "GPT-2 shape": {"batch": 16, "width": 768, "heads": 12, "length": 1024, "vocabulary": 50304},
     "B=8 T=128": {"batch": 8, "width": 768, "heads": 12, "length": 128, "vocabulary": 50304},
@@ -131,11 +131,11 @@ def filled(page: str) -> str:
             held = report["checkpointed"]
             plain, watched, steps = held["checkpointed"], held["checkpointed, watched"], report["thousand"]
             lines += [
-                f"With activation checkpointing the peak memory is {plain:.2f}× that of the first model's plain step, "
-                f"and {watched:.2f}× when it is watched. A thousand steps of a small model with everything on: "
-                f"{steps['more_megabytes']} MB more than after a hundred; the weights are "
-                f"off by {steps['off']:.0e} from those of the same run without. That is rounding, which a thousand "
-                "steps in float32 make larger: in float64, with slow steps, they are equal to 1e-12 (a test).",
+                f"With activation checkpointing, the peak memory is {plain:.2f}× that of the first model's plain step; "
+                f"with `watch` it is {watched:.2f}×. A thousand steps of a small model with all options on take "
+                f"{steps['more_megabytes']} MB more memory than a hundred. The final weights differ by "
+                f"{steps['off']:.0e} from those of the same run without `watch`: float32 rounding, which grows over a "
+                "thousand steps. In float64, with small steps, a test finds them equal to 1e-12.",
                 "",
             ]
     before, rest = page.split(BEGIN)

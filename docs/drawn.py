@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
-PAGES = (DOCS / "hooks.md", DOCS / "draw.md", DOCS / "influence.md", DOCS.parent / "README.md")
+PAGES = (
+    DOCS / "hooks.md",
+    DOCS / "draw.md",
+    DOCS / "influence.md",
+    DOCS / "recipes.md",
+    DOCS / "index.md",
+    DOCS.parent / "README.md",
+)
 _BLOCK_OR_IMAGE = re.compile(r"^```python\n(?P<code>.*?)^```$|\]\((?:docs/)?drawn/(?P<name>\w+\.svg)\)", re.M | re.S)
 
 

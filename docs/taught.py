@@ -37,11 +37,11 @@ def draw(page: Mapping[str, Any]) -> str:
     tall, wide = (size * PIXEL for size in asked.shape)
     first, step, down = LEFT + wide + 64, wide + GAP, tall + 72
     svg = Svg()
-    svg.text(LEFT, 28, "asked about", "bold")
+    svg.text(LEFT, 28, "query", "bold")
     _image(svg, LEFT, TOP, asked, "box operation")
     svg.text(LEFT, TOP + tall + 24, f"read as {answer}", "bold")
-    svg.text(LEFT, TOP + tall + 41, f"it is a {truth[page['asked']]}", "small faint")
-    svg.text(first, 28, "what taught it: the ten highest scores", "bold")
+    svg.text(LEFT, TOP + tall + 41, f"truth: {truth[page['asked']]}", "small faint")
+    svg.text(first, 28, "the ten training examples with the highest scores", "bold")
     for place, (k, score) in enumerate(zip(best.ids[0].tolist(), best.scores[0].tolist(), strict=True)):
         x, y = first + place % 5 * step, TOP + place // 5 * down
         _image(svg, x, y, images[k], "box wrong" if planted[k] else "box operation")
@@ -49,7 +49,7 @@ def draw(page: Mapping[str, Any]) -> str:
         svg.text(x, y + tall + 41, f"score {score:.0f}", "small faint")
     below = TOP + 2 * down + 4
     svg.rect(first - 4, below - 12, 16, 14, "box wrong", 3)
-    svg.text(first + 20, below, "planted: a crossed seven that was labelled 2", "small")
+    svg.text(first + 20, below, "planted: a crossed seven labelled 2", "small")
     told = ", ".join(f"label {labels[k]}{' (planted)' if planted[k] else ''}" for k in best.ids[0].tolist())
     whole = svg.finish(
         "The examples behind a wrong answer",

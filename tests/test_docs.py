@@ -6,6 +6,7 @@ import json
 import os
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -68,11 +69,11 @@ def test_a_size_that_failed_stands_in_the_table_of_growth_with_its_reason(monkey
 
 
 def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere():
-    pages = list((ROOT / "docs").rglob("*.md"))
+    pages, notebooks = (list((ROOT / "docs").rglob(f"*.{ending}")) for ending in ("md", "ipynb"))
     navigation = (ROOT / "mkdocs.yml").read_text()
-    assert all(f" {page.relative_to(ROOT / 'docs')}\n" in navigation for page in pages)
-    for page in [*pages, ROOT / "README.md"]:
-        for target in re.findall(r"\]\(([\w./-]+\.(?:md|svg))\)", page.read_text()):
+    assert all(f" {page.relative_to(ROOT / 'docs').with_suffix('.md')}\n" in navigation for page in pages + notebooks)
+    for page in [*pages, *notebooks, ROOT / "README.md"]:
+        for target in re.findall(r"\]\(([\w./-]+\.(?:md|svg|ipynb))\)", page.read_text()):
             assert (page.parent / target).exists(), (page, target)
 
 
@@ -115,9 +116,8 @@ def program(page):
 
 @pytest.mark.skipif(importlib.util.find_spec("nnsight") is None, reason="nnsight is not installed")
 def test_the_page_on_nnsight_runs_in_a_process_of_its_own(tmp_path):  # importing it here would be felt by every test
-    file = tmp_path / "page.py"
-    file.write_text(program(ROOT / "docs" / "from" / "nnsight.md"))
-    assert file.read_text().count("assert") > 5
+    file, page = tmp_path / "page.py", ROOT / "docs" / "from" / "nnsight.md"
+    file.write_text(program(page))
     done = subprocess.run(
         [sys.executable, file],
         capture_output=True,
@@ -125,6 +125,9 @@ def test_the_page_on_nnsight_runs_in_a_process_of_its_own(tmp_path):  # importin
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert done.returncode == 0, done.stderr
+    shown = re.findall(r"^```text\n(.*?)^```$", page.read_text(), re.M | re.S)
+    assert len(shown) > 4
+    assert done.stdout == "".join(shown)
 
 
 def test_the_pictures_are_what_the_engine_does_today(monkeypatch):
@@ -163,6 +166,12 @@ def test_the_pictures_show_the_network_of_the_page_and_can_be_read_aloud(monkeyp
         assert tags["title"] and tags["desc"]
 
 
+def test_the_files_that_the_page_on_one_step_names_are_there():
+    named = set(re.findall(r"`((?:\w+/)*\w+(?:\.py|/))`", (ROOT / "docs" / "how.md").read_text()))
+    assert len(named) > 30
+    assert [name for name in named if not any((ROOT / top / name).exists() for top in ("src/unsum", "."))] == []
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The built site; a page, a link or an anchor that is not there ends the build."""
@@ -188,19 +197,74 @@ def test_no_page_of_the_site_asks_the_network_for_anything(site):
         assert not re.search(r"(url\(|@import)\s*[\"']?(https?:)?//", sheet.read_text()), sheet.name
 
 
+def test_every_notebook_has_a_page_with_its_outputs_and_its_file_beside_it(site):
+    notebooks = list((ROOT / "docs" / "tutorials").glob("*.ipynb"))
+    assert len(notebooks) > 5
+    for notebook in notebooks:
+        file = site / "tutorials" / notebook.name
+        page = file.with_suffix(".html").read_text()
+        assert file.read_text() == notebook.read_text() and f'href="{notebook.name}" download' in page
+        cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+        assert page.count('<div class="language-text printed highlight">') == sum(
+            "text" in output or output["data"].keys() == {"text/plain"} for cell in cells for output in cell["outputs"]
+        )
+        for output in (output for cell in cells for output in cell["outputs"] if "data" in output):
+            if "image/svg+xml" in output["data"]:
+                assert re.search(r'id="(unsum-\w+)"', "".join(output["data"]["image/svg+xml"]))[0] in page
+
+
 def test_the_reference_shows_every_public_name(site):
     page = (site / "api.html").read_text()
     for name in set(unsum.__all__) - {"errors", "testing"}:
         assert re.search(rf'id="unsum\.[\w.]*\b{name}"', page), name
 
 
-@pytest.mark.parametrize("name", ["edit", "influence", "curvature", "store"])
-def test_pages_show_what_their_programs_print(name, capsys):
-    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```$(?:\n+^```text\n(.*?)^```$)?", page, re.M | re.S)
-    names = {"__name__": name}
-    for code, printed in blocks:
-        exec(compile(code, f"{name}.md", "exec"), names)
-        told = capsys.readouterr().out
-        assert not printed or told == printed, f"the page shows\n{printed}\nand its program prints\n{told}"
-    assert sum(bool(printed) for _, printed in blocks) > 2
+@pytest.mark.parametrize(
+    "asked", ["K-FAC", "torch.compile", "compile", "ghost clipping", "per-sample gradients", "Gauss-Newton"]
+)
+def test_the_search_of_the_site_finds_the_words_of_the_field(site, asked):
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    words = lambda text: set(re.split(index["config"]["separator"], text.lower()))
+    assert [
+        section["location"]
+        for section in index["docs"]
+        if words(asked) <= words(section["title"] + " " + section["text"])
+    ]
+
+
+# What sticks out of the page to the right; tables, code and formulas may scroll in a box of their own.
+STICKS_OUT = """() => {
+    const width = document.documentElement.clientWidth
+    const scrolls = element => {
+        for (let box = element; box && box !== document.body; box = box.parentElement)
+            if (/auto|scroll/.test(getComputedStyle(box).overflowX) && box.getBoundingClientRect().right <= width + 1)
+                return true
+        return false
+    }
+    const out = [...document.querySelectorAll("article, article *")].filter(
+        element => element.getBoundingClientRect().right > width + 1 && !scrolls(element))
+    const all = document.documentElement.scrollWidth > width ? ["the page"] : []
+    return all.concat(out.slice(0, 3).map(element => element.tagName + ": " + element.innerText?.slice(0, 60)))
+}"""
+
+
+def test_no_page_of_the_site_is_wider_than_the_window(site):
+    api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: no browser to try the site in"
+    )
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no Chromium on this machine")
+    troubles = {}
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page()
+        for path in sorted(site.rglob("*.html")):
+            page.goto(path.as_uri(), wait_until="domcontentloaded")
+            for width, scheme in ((390, "light"), (390, "dark"), (1280, "dark"), (1280, "light")):
+                page.set_viewport_size({"width": width, "height": 844})
+                page.emulate_media(color_scheme=scheme)
+                if found := page.evaluate(STICKS_OUT):
+                    troubles[path.name, width, scheme] = found
+        browser.close()
+    assert troubles == {}
