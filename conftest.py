@@ -1,7 +1,11 @@
 """Runs the code blocks of the README and the docs as tests."""
 
+import contextlib
+import doctest
 import importlib.util
+import io
 import os
+import re
 from collections.abc import Iterable
 from typing import Any
 from unittest import SkipTest
@@ -9,7 +13,8 @@ from unittest import SkipTest
 import pytest
 import torch
 from sybil import Document, Example, Region, Sybil
-from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+from sybil.evaluators.python import PythonEvaluator
+from sybil.parsers.markdown import CodeBlockParser, SkipParser
 from sybil.parsers.markdown.lexers import DirectiveInHTMLCommentLexer
 
 if not torch.cuda.is_available():  # before anything imports triton
@@ -75,8 +80,27 @@ class Needs:
         raise SkipTest(self.absent[example.document])
 
 
+class Printed(CodeBlockParser):
+    """Runs a code block and compares what it prints with the ```text block directly under it, if there is one.
+
+    docs/printed.py fills those blocks in. A line of ... in one stands for anything.
+    """
+
+    language = "python"
+    run = PythonEvaluator()
+    OUTPUT = re.compile(r"\s*^```text\n(.*?)^```$", re.M | re.S)
+
+    def evaluate(self, example: Example) -> None:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            self.run(example)
+        shown = self.OUTPUT.match(example.document.text, example.end)
+        if shown and not doctest.OutputChecker().check_output(shown[1], out.getvalue(), doctest.ELLIPSIS):
+            raise AssertionError(f"the page shows\n{shown[1]}\nand its program prints\n{out.getvalue()}")
+
+
 pytest_collect_file = Sybil(
-    parsers=[PythonCodeBlockParser(), SkipParser(), Needs()],
+    parsers=[Printed(), SkipParser(), Needs()],
     patterns=["*.md"],
     excludes=["*/from/nnsight.md"],  # nnsight replaces Tensor.backward for good: tests/test_docs.py gives it a process
 ).pytest()

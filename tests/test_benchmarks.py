@@ -180,7 +180,7 @@ def test_recall_is_a_share_and_is_whole_where_nothing_is_left_out(scripts):
 
 def test_the_page_on_indexes_shows_what_was_measured(scripts):
     index, tables = scripts("index"), scripts("index_tables")
-    page = (FOLDER.parent / "docs" / "store.md").read_text(encoding="utf-8")
+    page = (FOLDER.parent / "docs" / "gradient_index.md").read_text(encoding="utf-8")
     for part in tables.PARTS:
         _, mark, rest = page.partition(f"<!-- begin: benchmarks/index.py {part} -->\n")
         assert mark and rest.partition("<!-- end -->")[0].strip() == tables.tables(index.results(), part)

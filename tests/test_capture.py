@@ -258,3 +258,11 @@ def test_no_growth_inside_one_long_block(net):
         grown = tracemalloc.get_traced_memory()[0] - start
         tracemalloc.stop()
     assert grown < 50_000
+
+
+def test_values_are_those_of_the_items():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    with unsum.capture(model, "*:output") as got:
+        model(torch.ones(1, 2))
+    assert [id(value) for value in got.values()] == [id(value) for _, value in got.items()]
+    assert "2 sites" in repr(got)

@@ -9,7 +9,7 @@ from torch import nn
 
 import unsum
 from nets import IMAGES, SEQUENCES, mlp, scalar
-from unsum.errors import SamplesError
+from unsum.errors import OptionError, SamplesError
 
 
 def test_check_is_green_on_what_is_right_and_leaves_the_model_alone():
@@ -65,3 +65,14 @@ def test_a_part_that_was_not_seen_is_an_error(monkeypatch):
         with pytest.raises(SamplesError, match="part of its gradient"):
             with unsum.gradients(mlp(), engine=engine) as g:
                 scalar(g.names.model, SEQUENCES).backward()
+
+
+def test_a_loss_that_marks_its_samples_can_be_checked():
+    model = nn.Linear(3, 2)
+    marked = lambda m, x: unsum.mark_samples(m(x).square().sum(1))
+    assert unsum.check(model, marked, torch.randn(4, 3)).ok
+
+
+def test_swapped_arguments_are_told():
+    with pytest.raises(OptionError, match=r"unsum.check\(model, loss_fn, batch\)"):
+        unsum.check(lambda m, x: m(x), nn.Linear(3, 2), torch.randn(4, 3))

@@ -134,3 +134,33 @@ def test_an_answer_that_says_nothing_is_asked_again(first):
         model[1].weight.normal_()
     with pytest.raises(InteractionError):
         step(model, squares, rows())
+
+
+class Converted(nn.Module):
+    """Computes its loss in bfloat16 and returns copies in float32, as accelerate's wrapper does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x, y):
+        with torch.autocast("cpu", torch.bfloat16):
+            z = self.down(torch.relu(self.up(x)))
+            loss = nn.functional.cross_entropy(z, y, reduction="sum")
+        return {"loss": loss.float(), "logits": z.float()}
+
+
+def test_outputs_that_are_copies_in_another_dtype_are_verified():
+    torch.manual_seed(0)
+    model, x, y = Converted(), torch.randn(6, 4), torch.randint(3, (6,))
+    with unsum.clip_per_sample(model, 0.5):
+        model(x, y)["loss"].backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    wanted = [torch.zeros_like(p) for p in model.parameters()]
+    for k in range(6):
+        each = torch.autograd.grad(model(x[k : k + 1], y[k : k + 1])["loss"], list(model.parameters()))
+        norm = sum(g.square().sum() for g in each).sqrt()
+        for total, g in zip(wanted, each, strict=True):
+            total += g * min(1.0, 0.5 / float(norm))
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).norm() < 0.02 * other.norm()

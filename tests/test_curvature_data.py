@@ -128,3 +128,15 @@ def test_batches_that_are_empty_change_nothing():
 def test_a_fit_is_not_continued_from_a_folder(tmp_path):
     with pytest.raises(UnsumError, match="folder"):
         unsum.curvature.fit(mlp(), classified, DATA, resume=tmp_path)
+
+
+def test_a_last_example_alone_joins_the_batch_before_it():
+    """A batch of one does not show that a recurrent layer's initial state is no data."""
+    torch.manual_seed(0)
+    model = torch.nn.LSTM(3, 4, batch_first=True)
+    data = list(torch.randn(9, 5, 3))
+    losses = lambda m, x: m(x)[0].square().sum((1, 2))
+    c = unsum.curvature.fit(model, losses, data, batch_size=4)
+    whole = unsum.curvature.fit(model, losses, data, batch_size=9)
+    for name, block in c.blocks.items():
+        torch.testing.assert_close(block.eigenvalues, whole.blocks[name].eigenvalues, rtol=1e-3, atol=1e-6)

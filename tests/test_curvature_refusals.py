@@ -230,7 +230,7 @@ def test_a_model_whose_other_parameters_changed_since_the_fit(kind, how, tmp_pat
         with pytest.raises(UnsumError, match="changed"):
             each.solve(g)
     if kind in ("kfac", "diagonal"):
-        with pytest.raises(UnsumError, match="other parameters"):
+        with pytest.raises(UnsumError, match="different parameters"):
             c.merge(fitted(model, classified, [batch], kind, params="2.*"))
 
 

@@ -5,13 +5,13 @@ import copy
 
 import pytest
 import torch
-from reference import each_of
+from reference import each_of, per_sample_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import unsum
 from nets import SEQUENCES, Centred, D, N, in_float64, scalar, truth_of
-from unsum.errors import InteractionError
+from unsum.errors import InteractionError, UnsupportedError
 
 
 class Checkpointed(nn.Module):
@@ -173,3 +173,63 @@ def test_a_backward_hidden_inside_a_backward(make):
             torch.testing.assert_close(g[name].per_sample()[n], parameter.grad)
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
+
+
+class Sine(torch.autograd.Function):
+    """w · sin(x): needs what it has saved, as most custom Functions do."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return w * x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad * w * x.cos(), (grad * x.sin()).sum(0)
+
+
+class Waves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(5))
+
+    def forward(self, x):
+        return Sine.apply(x, self.w)
+
+
+class WavesInACheckpoint(nn.Module):
+    """`bare`: the checkpoint is given a function that calls the Function itself, in no module."""
+
+    def __init__(self, *, bare=False, checkpointed=True):
+        super().__init__()
+        self.first, self.waves, self.last = nn.Linear(4, 5), Waves(), nn.Linear(5, 3)
+        self.bare, self.checkpointed = bare, checkpointed
+
+    def part(self, h):
+        return Sine.apply(h, self.waves.w) if self.bare else self.waves(h)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(checkpoint(self.part, h, use_reentrant=False) if self.checkpointed else self.part(h))
+
+
+def test_a_custom_function_in_a_module_inside_a_checkpoint():
+    torch.manual_seed(0)
+    model = WavesInACheckpoint().double()
+    for n in (3, 3, 6):  # learnt, remembered, derived
+        x = torch.randn(n, 4, dtype=torch.float64)
+        model.checkpointed = True
+        with unsum.gradients(model) as g:
+            model(x).square().sum().backward()
+        model.checkpointed = False
+        truth = per_sample_gradients(model, lambda m, x: m(x).square().sum(), x)
+        for name, wanted in truth.items():
+            torch.testing.assert_close(g[name].per_sample(), wanted)
+
+
+def test_a_custom_function_outside_any_module_inside_a_checkpoint_is_refused_by_name():
+    model = WavesInACheckpoint(bare=True)
+    with pytest.raises(UnsupportedError, match="SineBackward is called inside a checkpoint"), unsum.gradients(model):
+        model(torch.randn(3, 4)).square().sum().backward()
+    assert all(p.grad is None for p in model.parameters())

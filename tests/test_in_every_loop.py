@@ -1,4 +1,4 @@
-"""The table of docs/training.md: each feature in each kind of loop is right, or refused by name; each cell is tried."""
+"""The table of docs/watch.md: each feature in each kind of loop is right, or refused by name; each cell is tried."""
 
 from __future__ import annotations
 
@@ -226,20 +226,10 @@ def test_each_cell(feature: str, way: str, request: pytest.FixtureRequest) -> No
     FEATURES[feature](loop)
 
 
-def test_the_page_shows_what_its_programs_print(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parent.parent / "docs" / "training.md").read_text(encoding="utf-8")
-    names: dict[str, Any] = {}
-    told = re.findall(r"^```text\n(.*?)^```$", page, re.M | re.S)
-    for code, printed in zip(re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S), told, strict=False):
-        exec(code, names)
-        assert capsys.readouterr().out == printed
-    assert len(told) == 2
-
-
 def test_the_page_has_the_figures_of_the_results() -> None:
     root = Path(__file__).parent.parent
     found = importlib.util.spec_from_file_location("watching", root / "benchmarks" / "watching.py")
-    page = (root / "docs" / "training.md").read_text(encoding="utf-8")
+    page = (root / "docs" / "watch.md").read_text(encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(root / "benchmarks"))
         module = importlib.util.module_from_spec(found)
@@ -249,7 +239,7 @@ def test_the_page_has_the_figures_of_the_results() -> None:
 
 
 def test_the_page_says_so() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "training.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parent.parent / "docs" / "watch.md").read_text(encoding="utf-8")
     rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in page.splitlines()
             if line.startswith("|")]  # fmt: skip
     start = next(k for k, row in enumerate(rows) if row[0] == "loop")

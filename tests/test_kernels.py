@@ -160,11 +160,12 @@ def test_products_of_a_linear_layer(n, t, i, o, dtype):
 
 @in_all
 @pytest.mark.parametrize(
-    ("n", "t", "r", "c", "k"), [(1, 1, 1, 1, 1), (3, 70, 33, 150, 5), (2, 19, 300, 16, 16), (2, 64, 8, 9, 40)]
+    ("n", "t", "r", "c", "k", "m"),
+    [(1, 1, 1, 1, 1, 1), (3, 70, 33, 150, 5, 5), (2, 19, 300, 16, 16, 3), (2, 64, 8, 9, 40, 40), (2, 9, 40, 50, 1, 64)],
 )
-def test_two_sided(n, t, r, c, k, dtype):
+def test_two_sided(n, t, r, c, k, m, dtype):
     rows, columns = made(n, t, 2 * r, dtype=dtype)[..., ::2], made(n, c, t, dtype=dtype, seed=1).mT
-    left, right = made(k, r, dtype=dtype, seed=2), made(c, k, dtype=dtype, seed=3)
+    left, right = made(k, r, dtype=dtype, seed=2), made(c, m, dtype=dtype, seed=3)
     exact = left.double() @ (rows.double().mT @ columns.double()) @ right.double()
     for way in ways("two_sided"):
         found = way(rows, columns, left, right)

@@ -110,7 +110,7 @@ def test_what_is_printed() -> None:
     assert "5 samples, 26 parameters in 4 tensors" in str(g)
     assert "g['2.bias']: (2,)" in str(g)
     assert "Norms of 5 samples: norms()" in str(g)
-    assert str(g["0.weight"]) == "gradients of 0.weight (4, 3) by sample: 5 samples, kept as: outer"
+    assert str(g["0.weight"]) == "per-sample gradients of 0.weight (4, 3): 5 samples, kept as: outer"
     assert list(g.keys()) == [name for name, _ in model.named_parameters()]
     assert len(g) == 4
     with unsum.capture(model, "*:output") as got:

@@ -152,6 +152,46 @@ def run(model, **changes):
     return unsum.patch_sweep(model, **(given | changes))
 
 
+LONGER = torch.tensor([[7, 3, 1, 4, 1, 5, 2], [8, 9, 2, 6, 5, 3, 4]])  # what CLEAN has, and a position on each side
+ALIGN = {1: 0, 2: 1, 3: 2, -2: -1}
+
+
+@pytest.mark.parametrize("align", [ALIGN, {6: 4, 0: 0}], ids=str)
+def test_a_sweep_between_inputs_of_different_lengths(gpt2, align):
+    """Against hooks of torch's own."""
+    site, block = "transformer.h.1:output", gpt2.transformer.h[1]
+    sweep = unsum.patch_sweep(gpt2, LONGER, CORRUPT, site, metric, align=align)
+    assert sweep.positions == [goes % 5 for goes in align.values()]
+    kept = []
+    first = lambda output: output[0] if isinstance(output, tuple) else output
+    hook = block.register_forward_hook(lambda m, a, out: kept.append(first(out).detach().clone()))
+    gpt2(LONGER)
+    hook.remove()
+    for column, (source, goes) in enumerate(align.items()):
+
+        def patch(module, args, output, source=source, goes=goes):
+            new = first(output).clone()
+            new[:, goes] = kept[0][:, source]
+            return (new, *output[1:]) if isinstance(output, tuple) else new
+
+        hook = block.register_forward_hook(patch)
+        want = metric(gpt2(CORRUPT))
+        hook.remove()
+        torch.testing.assert_close(sweep.values[0, column], want.detach().double())
+    some = unsum.patch_sweep(gpt2, LONGER, CORRUPT, site, metric, align=align, positions=[0, -1])
+    assert some.positions == [0, 4]
+    torch.testing.assert_close(some.values[0, 1], sweep.values[0, sweep.positions.index(4)])
+
+
+def test_what_the_error_proposes_for_another_length_works(gpt2):
+    names = {"unsum": unsum, "model": gpt2, "clean": LONGER, "corrupt": CORRUPT, "metric": metric}
+    names["sites"] = ["transformer.h.0:output"]
+    with pytest.raises(SiteError) as told:
+        unsum.patch_sweep(gpt2, LONGER, CORRUPT, names["sites"], metric)
+    codes = [line.partition(": ")[2] for line in str(told.value).splitlines()[1:]]
+    assert [eval(code, names).positions for code in codes] == [[2, 3, 4], [0, 1, 2, 3, 4]]
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
@@ -162,12 +202,18 @@ def run(model, **changes):
         ({"sites": "transformer.h.0:grad_output"}, SiteError, "did you mean 'output'?"),
         ({"sites": "transformer.h.7:output"}, SiteError, "no site 'transformer.h.7:output'"),
         ({"sites": "transformer.h.0.attn:output"}, SiteError, "name one of them: transformer.h.0.attn:output[0]"),
-        ({"sites": "transformer.h.0.attn:output[1]", "positions": 3}, OptionError, "there are 2 positions"),
-        ({"sites": ["transformer.h.0.attn:output[1]", "transformer.h.0:output"]}, SiteError, "different numbers"),
+        ({"sites": "transformer.h.0.attn:output[1]", "positions": 3}, SiteError, "not the 5 positions"),
+        ({"sites": ["transformer.h.0.attn:output[1]", "transformer.h.0:output"]}, SiteError, "not the 5 positions"),
         ({"metric": lambda out: out.logits}, OptionError, "metric gave a tensor of shape (2, 5, 40)"),
         ({"metric": lambda out: None}, OptionError, "metric gave a NoneType"),
         ({"positions": 9}, OptionError, "positions=9: there are 5 positions"),
         ({"positions": []}, OptionError, "names none of the 5 positions"),
+        ({"align": {}}, OptionError, "{clean position: corrupt position}"),
+        ({"align": [0, 1]}, OptionError, "{clean position: corrupt position}"),
+        ({"align": {5: 0}}, OptionError, "5 is no position of the clean run, which has 5"),
+        ({"align": {0: -6}}, OptionError, "-6 is no position of the corrupt run"),
+        ({"align": {0: 4, 1: -1}}, OptionError, "two clean positions go to corrupt position 4"),
+        ({"align": {0: 1}, "positions": [1, 2]}, OptionError, "align= names no clean position for 2"),
     ],
 )  # fmt: skip
 def test_what_a_sweep_cannot_do_it_says(gpt2, changes, error, said):
@@ -187,3 +233,55 @@ def test_dropout_two_dimensions_and_wrong_tokens_are_refused(gpt2):
     for tokens in (["a", "b"], "abcde", [1, 2, 3, 4, 5]):
         with pytest.raises(OptionError, match="tokens="):
             sweep.picture(tokens)
+
+
+class Attending(nn.Module):
+    """Returns its attention weights, which nothing reads, as a second output of a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.attn = nn.Embedding(9, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, ids):
+        x = self.table(ids)
+        return self.attn(x, x, x, average_attn_weights=False)[0]
+
+
+def test_a_sweep_along_heads_is_refused():
+    with pytest.raises(SiteError, match=r"attn:output\[1\].*not the 5 positions"):
+        unsum.patch_sweep(Attending(), torch.tensor([[0, 1, 2, 3, 4]]), torch.tensor([[0, 1, 8, 3, 4]]),
+                          "attn:output[1]", lambda out: out.sum())  # fmt: skip
+
+
+def test_a_sweep_over_what_nothing_reads_says_so():
+    class Averaged(Attending):
+        def forward(self, ids):
+            x = self.table(ids)
+            return self.attn(x, x, x)[0]
+
+    ids = torch.tensor([[0, 1, 2, 3, 4]])
+    with pytest.warns(unsum.errors.UnreadEdit, match=r"attn:output\[1\]"):
+        unsum.patch_sweep(Averaged(), ids, ids.flip(1), "attn:output[1]", lambda out: out.sum().item())
+
+
+@pytest.mark.parametrize(
+    ("sites", "metric", "match"),
+    [
+        ("table:output", lambda out: float("nan"), "metric gave NaN"),
+        ("table:output", "logits", "metric is a function"),
+        (lambda out: out.sum(), "table:output", "sites come before the metric"),
+    ],
+    ids=["nan", "no function", "swapped"],
+)
+def test_arguments_that_make_no_sweep(sites, metric, match):
+    ids = torch.tensor([[0, 1, 2]])
+    with pytest.raises((OptionError, SiteError), match=match):
+        unsum.patch_sweep(Attending(), ids, ids, sites, metric)
+
+
+def test_tokens_stand_upright_where_there_are_many():
+    sweep = PatchSweep(["a:output"], [*range(30)], torch.rand(1, 30, dtype=torch.float64), 1.0, 0.0)
+    words = [f"word{k}" for k in range(30)]
+    svg = ElementTree.fromstring(sweep.picture(tokens=words).svg)
+    shown = {text.text: text.get("transform", "") for text in svg.iter("{http://www.w3.org/2000/svg}text")}
+    assert all(shown[word].startswith("rotate(-90") for word in words)

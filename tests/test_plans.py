@@ -204,7 +204,7 @@ def test_what_is_nobodys_is_not_known_inside_a_backward():
         def end(self, left): ...
 
     model = nn.Linear(3, 2)
-    with pytest.raises(SamplesError, match="nobody"):
+    with pytest.raises(SamplesError, match="belongs to no sample"):
         with unsum.gradients(model, Reading()):
             (model(torch.randn(4, 3)).sum() + model.weight.square().sum()).backward()
 

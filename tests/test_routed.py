@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from reference import each_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,7 +53,8 @@ def made(seed, *, turned=False, nobodys=True):
     a[matrix == 4] = delta[matrix == 4] = torch.nan
     by = Positions(Mapped(sample), n, 1)
     shape = (4, i, o) if turned else (4, o, i)
-    kind = Routed(a, delta, sample, matrix, by.index(a.device), 4, shape, turned=turned, lengths=by.lengths)
+    kind = Routed(a, delta, sample, matrix, n, 4, shape, turned=turned)
+    assert torch.equal(kind.index, by.index(a.device)) and torch.equal(kind.lengths, by.lengths)
     dense = torch.zeros(n, *shape, dtype=torch.float64)
     for r in range(rows):
         if sample[r] >= 0 and matrix[r] < 4:
@@ -83,8 +85,8 @@ def test_reads_of_routed_rows(turned):
 def test_routed_rows_of_several_uses():
     (one, first), (other, second), (third, last) = made(0), made(1), made(2, nobodys=False)
     parts, dense = [one, other, third], first + second + last
-    full = replace(one, index=one.index[:, :0], is_full=True)  # of no position
-    assert not full.plus(other).is_full and full.plus(full).is_full
+    full = replace(one, held=one.index[:, :0])  # of no position
+    assert full.plus(other).held is None and full.plus(full, full).held.shape == (4, 0)
     assert [type(part) for part in total(parts)] == [Routed]
     torch.testing.assert_close(sq_norms(parts), dense.flatten(1).square().sum(1))
     torch.testing.assert_close(total(parts)[0].per_sample(), dense)
@@ -219,6 +221,62 @@ def test_rows_of_experts_that_are_nobodys():
     for name, each in truth.items():
         close(g[name].per_sample(), torch.stack([each[2], each[0] + each[3]]))
         close(g[name].shared(), each[1])
+
+
+class Loop(nn.Module):
+    """The experts one after the other, each with the tokens that chose it, as most models write it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(E, H, D) / 3), nn.Parameter(torch.randn(E, H, D) / 3)
+        self.bias = nn.Parameter(torch.randn(E, H))
+
+    def forward(self, x, chosen):
+        flat = x.reshape(-1, D)
+        out = torch.zeros_like(flat)
+        for expert in range(E):
+            token, _ = torch.where(chosen.view(-1, K) == expert)
+            if len(token):
+                h = torch.tanh(F.linear(flat[token], self.up[expert], self.bias[expert]))
+                out = out.index_add(0, token, h @ self.down[expert])
+        return out.view_as(x)
+
+
+@pytest.mark.parametrize("routing", list(routings()))
+def test_experts_in_a_loop(routing):
+    torch.manual_seed(0)
+    model, chosen = Loop().double(), routings()[routing]
+    weights = torch.arange(1.0, N + 1).double()
+    for step in range(3):
+        x = torch.randn(N, T, D, dtype=torch.float64)
+        alone = (loss_of(model, x[k : k + 1], c) for k, c in enumerate(chosen.view(N, T, K)))
+        wanted = each_of(model, alone)
+        with unsum.gradients(model) as g:
+            loss_of(model, x, chosen).backward()
+        for name, truth in wanted.items():
+            torch.testing.assert_close(g[name].per_sample(), truth)
+            torch.testing.assert_close(g[name].sq_norms(), truth.flatten(1).square().sum(1))
+        with unsum.gradients(model, unsum.Norms(), unsum.WeightedSum(weights)) as g:
+            loss_of(model, x, chosen).backward()
+        squares = sum(truth.flatten(1).square().sum(1) for truth in wanted.values())
+        torch.testing.assert_close(g[unsum.Norms].sq_norms(), squares)
+        for name, found in g[unsum.WeightedSum].sum().items():
+            torch.testing.assert_close(
+                found, torch.einsum("n,n...->...", torch.arange(1.0, N + 1).double(), wanted[name])
+            )
+        chosen = chosen.roll(step + 1, 0)
+
+
+def test_experts_in_a_loop_with_groups_and_rows_of_nobody():
+    torch.manual_seed(0)
+    model, chosen = Loop().double(), routings()["otherwise"]
+    x, ids = torch.randn(N, T, D, dtype=torch.float64), torch.tensor([5, -1, 2, 5])
+    wanted = each_of(model, (loss_of(model, x[k : k + 1], c) for k, c in enumerate(chosen.view(N, T, K))))
+    with unsum.gradients(model, samples=ids) as g:
+        loss_of(model, x, chosen).backward()
+    for name, truth in wanted.items():
+        torch.testing.assert_close(g[name].per_sample(), torch.stack([truth[2], truth[0] + truth[3]]))
+        torch.testing.assert_close(g[name].shared(), truth[1])
 
 
 class Twice(nn.Module):

@@ -51,6 +51,43 @@ def test_packed_documents_groups_and_nobodys_positions():
         torch.testing.assert_close(g[name].per_sample(), wanted)
 
 
+@pytest.mark.parametrize("ids", [[7, -1, 7, -1], [-1, 7, 7, 7], [7, 7, 7, 7]])
+@in_float64()
+def test_one_group_beside_nobodys_rows(ids):
+    ids, run = torch.tensor(ids), lambda m, x: m(x).square().sum()
+    convolution = nn.Sequential(nn.Conv1d(T, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(3 * (D - 1), 2))
+    for model in (mlp(), convolution):
+        rows = per_sample_gradients(model, run, SEQUENCES)
+        with unsum.gradients(model, samples=ids) as g:
+            run(model, SEQUENCES).backward()
+        assert g.ids.tolist() == [7]
+        for name, each in rows.items():
+            torch.testing.assert_close(g[name].per_sample(), each[ids == 7].sum(0, keepdim=True))
+            torch.testing.assert_close(g[name].shared(), each[ids < 0].sum(0))
+
+
+@in_float64()
+def test_one_group_that_attends_to_nobodys_rows():
+    model = nn.TransformerEncoderLayer(D, 2, 4, 0.0)  # time first: attention over the batch
+    with unsum.gradients(model, samples=torch.tensor([7, 7, 7, 7])) as g:
+        model(SEQUENCES).square().sum().backward()
+    torch.testing.assert_close(g["linear1.weight"].per_sample()[0], model.linear1.weight.grad)
+    with pytest.raises(InteractionError), unsum.gradients(model, samples=torch.tensor([7, -1, 7, 7])):
+        model(SEQUENCES).square().sum().backward()
+
+
+@in_float64()
+def test_labels_of_groups_in_one_row():
+    model = nn.Sequential(nn.Embedding(9, D), nn.Linear(D, 9))
+    ids, words = torch.tensor([2, 0, -1, 2]), torch.arange(N * T).view(N, T) % 9
+    run = lambda m, words: F.cross_entropy(m(words)[:, :-1].flatten(0, 1), words[:, 1:].flatten(), reduction="sum")
+    rows = per_sample_gradients(model, run, words)
+    with unsum.gradients(model, samples=ids) as g:
+        run(model, words).backward()
+    for name, each in rows.items():
+        torch.testing.assert_close(g[name].per_sample(), torch.stack([each[1], each[0] + each[3]]))
+
+
 @in_float64()
 def test_lengths_and_documents_without_a_position():
     model = nn.Linear(3, 2)

@@ -69,13 +69,88 @@ def test_patching_between_runs_of_different_lengths():
     mixed = short.clone()
     mixed[:, [0, 4]] = long[:, [6, 2]]
     torch.testing.assert_close(patched, net(mixed))
-    with pytest.raises(SiteError) as told, unsum.edit(net, {"up:output": unsum.replace(got["up:output"])}):
-        net(short)
-    for part in ("(1, 7, 6)", "(1, 5, 6)", "7 positions for 5", "replace(v[:, [1, 2]]).at(positions=[3, 4])"):
+
+
+def code_in(error):
+    """The code that a message proposes."""
+    return [line.partition(": ")[2] for line in str(error).splitlines() if line.strip().startswith(("write:", "or:"))]
+
+
+@pytest.mark.parametrize("long_is_clean", [True, False])
+def test_what_the_error_proposes_for_another_length_patches_the_last_positions(long_is_clean):
+    net, clean, corrupt = Net(), torch.randn(1, 7, 4), torch.randn(1, 5, 4)
+    if not long_is_clean:
+        clean, corrupt = corrupt, clean
+    with torch.no_grad(), unsum.capture(net, "up:output") as got:
+        net(clean)
+    v = got["up:output"]
+    with pytest.raises(SiteError) as told, unsum.edit(net, {"up:output": unsum.replace(v)}):
+        net(corrupt)
+    for part in (str(tuple(v.shape)), f"{clean.shape[1]} positions for {corrupt.shape[1]}"):
         assert part in str(told.value)
-    with pytest.raises(SiteError, match=r"as many positions as are chosen, such as .*\.at\(positions=\[0, 4\]\)"):
-        with unsum.edit(net, {"up:output": unsum.replace(got["up:output"]).at(positions=[0, 4])}):
-            net(short)
+    (code,) = code_in(told.value)
+    with torch.no_grad(), unsum.edit(net, {"up:output": eval(code, {"unsum": unsum, "v": v})}):
+        patched = net(corrupt)
+    mixed = corrupt.clone()
+    mixed[:, -5:] = clean[:, -5:]
+    torch.testing.assert_close(patched, net(mixed))
+    with pytest.raises(SiteError) as told, unsum.edit(net, {"up:output": unsum.replace(v).at(positions=[0, 4])}):
+        net(corrupt)
+    (code,) = code_in(told.value)  # as many positions as are chosen
+    assert code == f"unsum.replace(v, positions=range({v.shape[1] - 2}, {v.shape[1]})).at(positions=[0, 4])"
+    with torch.no_grad(), unsum.edit(net, {"up:output": eval(code, {"unsum": unsum, "v": v})}):
+        net(corrupt)
+
+
+@pytest.mark.parametrize(
+    ("source", "to"),
+    [
+        ([6, 2], [0, 4]),
+        (slice(3, 7), slice(1, 5)),
+        (-1, -1),
+        ([0, 0], [1, 3]),  # one position goes to two
+        ([4, 3, 2, 1, 0], [0, 1, 2, 3, 4]),  # as many as the whole tensor has
+        ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0]),
+        (range(5), range(5)),
+    ],
+    ids=str,
+)
+def test_positions_of_the_value_go_to_positions_of_the_tensor_in_order(source, to):
+    v, t = torch.randn(3, 7, 4), torch.randn(3, 5, 4)
+    want = t.clone()
+    for one, other in zip(_listed(source, 7), _listed(to, 5), strict=True):
+        want[:, other] = v[:, one]
+    assert torch.equal(unsum.replace(v, positions=source).at(positions=to)(t), want)
+    want[1:] = t[1:]
+    assert torch.equal(unsum.replace(v, positions=source).at(positions=to, samples=0)(t), want)
+
+
+def _listed(index, size):
+    numbers = list(range(size))
+    found = numbers[index] if isinstance(index, slice | int) else [numbers[k] for k in index]
+    return [found] if isinstance(found, int) else found
+
+
+@pytest.mark.parametrize(
+    ("verb", "said"),
+    [
+        (lambda: unsum.replace(torch.ones(3, 7, 4), positions=[1]), "say where they go"),
+        (lambda: unsum.replace(torch.ones(3, 7, 4), positions=9), "there are 7 positions"),
+        (lambda: unsum.replace(torch.ones(4), positions=0), "v has shape (4,), needs (samples, positions, ...)"),
+        (lambda: unsum.replace(1.0, positions=0), "a number has no positions"),
+        (lambda: unsum.replace(torch.ones(3, 7, 4), positions=[1, 2]).at(positions=[0, 1, 2]), "2 positions for 3"),
+        (
+            lambda: unsum.replace(torch.ones(3, 7, 4), positions=[1, 2]).at(
+                samples=[0, 1], positions=[0, 1], paired=True
+            ),
+            "one for each pair",
+        ),
+    ],
+)
+def test_unclear_positions_are_refused(verb, said):
+    with pytest.raises(VerbError) as told:
+        verb()(T)
+    assert said in str(told.value)
 
 
 def test_mean_ablate_puts_the_mean_of_this_batch():
@@ -181,3 +256,14 @@ def test_a_mean_of_one_entry_is_refused():
     for t in (torch.ones(4), torch.ones(1, 4), torch.ones(1, 1, 4)):
         with pytest.raises(VerbError, match=r"mean_ablate\(mean\)"):
             unsum.mean_ablate()(t)
+
+
+def test_floats_of_another_precision_take_that_of_the_place():
+    t = torch.zeros(2, 3, dtype=torch.bfloat16)
+    assert unsum.add(torch.ones(3))(t).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("index", ["last", 1.0, torch.ones(2, 3, dtype=torch.bool)], ids=["text", "float", "mask"])
+def test_an_index_of_another_kind_is_told_what_it_may_be(index):
+    with pytest.raises(unsum.errors.VerbError, match="paired=True"):
+        unsum.zero().at(positions=index)(torch.zeros(2, 3, 4))

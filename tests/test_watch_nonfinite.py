@@ -139,3 +139,13 @@ def test_a_compiled_model_tells_sample_and_parameter() -> None:
     assert w.last.layers["0"].output is None
     assert w.last.nonfinite.sample == 3
     assert w.last.nonfinite.site == "loss"
+
+
+def test_a_parameter_that_an_earlier_step_broke_is_named_instead_of_a_sample():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    with torch.no_grad():
+        model[2].weight[0, 0] = float("nan")
+    watch = unsum.watch(model)
+    with pytest.warns(UserWarning, match="a parameter that was not finite before this step"), watch:
+        model(torch.ones(5, 3)).square().sum().backward()
+    assert (watch.last.nonfinite.site, watch.last.nonfinite.sample) == ("2.weight", None)

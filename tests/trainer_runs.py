@@ -198,7 +198,7 @@ def with_lightning(*, watch: dict[str, Any] | None, **options: Any) -> Run:
 
 
 def with_accelerate(*, watched: bool, lr: float = 0.1, **options: Any) -> Run:
-    """One epoch of a loop of accelerate's, as docs/training.md has it."""
+    """One epoch of a loop of accelerate's, as docs/watch.md has it."""
     accelerate = pytest.importorskip("accelerate")
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # of the trainers in other tests
     given = {"cpu": True} | options
