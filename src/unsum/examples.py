@@ -153,6 +153,11 @@ def samples_of(samples: SamplesOfBatch, batch: Any) -> sample_maps.Samples | Ten
     return samples(batch) if callable(samples) else samples
 
 
+def is_loss_function(given: Any) -> bool:
+    """Whether this may be `loss_fn(model, batch)`: a module in its place is a forgotten argument, or a criterion."""
+    return callable(given) and not isinstance(given, nn.Module)
+
+
 def losses_of(
     loss_fn: LossFunction, model: nn.Module, batch: Any, first: First, what: str, *, are_samples: bool = True,
     are_checked: bool = True,

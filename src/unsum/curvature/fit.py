@@ -20,6 +20,7 @@ from unsum.examples import (
     Examples,
     SamplesOfBatch,
     alone,
+    is_loss_function,
     losses_of,
     refuse_not_finite,
     refuse_other_number,
@@ -127,7 +128,7 @@ def _check_options(
         raise OptionError(
             f"likelihood={likelihood!r}: unsum.curvature.categorical(forward), .gaussian(forward), or None (empirical)"
         )
-    if likelihood is None and (not callable(loss_fn) or isinstance(loss_fn, nn.Module)):
+    if likelihood is None and not is_loss_function(loss_fn):
         raise OptionError("fit needs loss_fn(model, batch), which returns one loss for each sample, or likelihood=")
     for name, value, least in (("max_side", max_side, 1), ("chunk", chunk, 1), ("seed", seed, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:

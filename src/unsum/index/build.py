@@ -14,7 +14,7 @@ from torch import nn
 from unsum.check import LossFunction
 from unsum.curvature import Curvature
 from unsum.errors import OptionError, UnsupportedError
-from unsum.examples import SamplesOfBatch
+from unsum.examples import SamplesOfBatch, is_loss_function
 from unsum.index import locks, store, texts
 from unsum.index.builder import Builder
 from unsum.index.data import Collate, Length, cut
@@ -127,7 +127,7 @@ def build(
 
 
 def _check_options(loss_fn: Any, curvature: Any, dtype: Any, tokens: Any, sketches: Any, part: Any) -> None:
-    if not callable(loss_fn) or isinstance(loss_fn, nn.Module):
+    if not is_loss_function(loss_fn):
         raise OptionError("build needs loss_fn(model, batch), which returns one loss for each sample, (n,)")
     if curvature is not None and not isinstance(curvature, Curvature):
         raise OptionError(f"curvature={curvature!r}: what unsum.curvature.fit gives, or None")

@@ -15,7 +15,7 @@ from unsum.check import LossFunction
 from unsum.choice import exactly
 from unsum.curvature.vectors import is_number
 from unsum.errors import EmptyData, OptionError, UnsupportedError
-from unsum.examples import SamplesOfBatch, collated
+from unsum.examples import SamplesOfBatch, collated, is_loss_function
 from unsum.index.alike import blocks
 from unsum.index.data import Collate
 from unsum.index.maker import Maker, sketch_from
@@ -33,7 +33,7 @@ class Asker:
     """A model that asks: it must be the one that the index was built with."""
 
     def __init__(self, stored: Stored, model: nn.Module, loss_fn: LossFunction, samples: SamplesOfBatch) -> None:
-        if not callable(loss_fn) or isinstance(loss_fn, nn.Module):
+        if not is_loss_function(loss_fn):
             raise OptionError("query needs loss_fn(model, batch), which returns one loss for each query, (n,)")
         self._stored, self._model, self._loss_fn, self._samples = stored, model, loss_fn, samples
         self.sketch, self.curvature = sketch_from(stored.folder, model, stored.info)

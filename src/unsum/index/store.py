@@ -223,7 +223,7 @@ def sync(path: Path) -> None:
 
 def sweep(folder: Path, *patterns: str) -> None:
     """Remove what processes that were killed had begun to write; all of it, or what these patterns name."""
-    for pattern in patterns or (".*.part", ".shard-*.lock", ".failed"):
+    for pattern in patterns or (".*.part", ".shard-*.lock", ".failed", ".stop-*"):
         for path in folder.glob(pattern):
             with contextlib.suppress(OSError):
                 path.unlink()

@@ -17,6 +17,7 @@ from unsum.examples import (
     Examples,
     SamplesOfBatch,
     alone,
+    is_loss_function,
     losses_of,
     refuse_not_finite,
     refuse_other_number,
@@ -83,7 +84,7 @@ def influence(
         >>> bool((s.matrix[:, :2].diag() > 0).all())  # training on the query itself lowers its loss
         True
     """
-    if not callable(loss_fn) or isinstance(loss_fn, nn.Module):
+    if not is_loss_function(loss_fn):
         raise OptionError("influence needs loss_fn(model, batch), which returns one loss for each sample, (n,)")
     if curvature is not None and not isinstance(curvature, Curvature | GaussNewton):
         raise OptionError(f"curvature={curvature!r}: what unsum.curvature.fit or unsum.curvature.ggn gives, or None")

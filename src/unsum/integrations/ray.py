@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from unsum.errors import NotInstalled, OptionError, UnsumError
+from unsum.examples import is_loss_function
 from unsum.index import plan, store, texts
 from unsum.index.build import build as build_here
 from unsum.progress import progress
@@ -18,6 +20,7 @@ from unsum.target import split, task
 Make = Callable[[], Any] | str
 
 _NOTHING = (1 << 62, (1 << 62) + 1)  # part= of a build that makes the plan, or the manifest, and no shard
+_PATIENCE = 10.0  # seconds in which a batch is over, as a rule
 _made: dict[str, tuple[Any, ...]] = {}  # in a worker: what `make` gave for a build, so that it is called once
 
 
@@ -54,10 +57,12 @@ def build(
     _refuse(make, workers, retries, resources, options)
     if not ray.is_initialized():
         ray.init(include_dashboard=False, log_to_driver=False)
-    given = (uuid.uuid4().hex, ray.put(_absolute(make)), str(Path(path).resolve()), ray.put(options))
+    name, where = uuid.uuid4().hex, str(Path(path).resolve())
+    given = (name, ray.put(_absolute(make)), where, ray.put(options))
     how = {"max_retries": retries, **({"num_cpus": 1} if resources is None else resources)}
     found = _answer(ray, ray.remote(_missing).options(**how).remote(*given), "the plan")
-    _run(ray, ray.remote(_shard).options(**how), found, workers, given)
+    with _ended(ray, _stop_file(where, name)) as running:
+        _run(ray, ray.remote(_shard).options(**how), found, workers, given, running)
     if not _answer(ray, ray.remote(_finished).options(**how).remote(*given), "the manifest"):
         raise UnsumError(f"{path}: a shard vanished while the others were built; call build again")
 
@@ -65,26 +70,38 @@ def build(
 # ---- in the process that calls `build` -------------------------------------------------------------------------------
 
 
-def _run(ray: Any, run: Any, missing: list[int], workers: int | None, given: tuple[Any, ...]) -> None:
-    """All shards, so many at a time. The first error ends the others; what they have written stays."""
+def _run(
+    ray: Any, run: Any, missing: list[int], workers: int | None, given: tuple[Any, ...], running: dict[Any, int]
+) -> None:
+    """Make all shards, so many at a time; `running` has the tasks that are not over, with their shards."""
     waiting = iter(missing)
-    running: dict[Any, int] = {}
     line: progress[Any] = progress(len(missing), "index (shards, on Ray)")
+    with line:
+        while True:
+            while len(running) < (workers or len(missing)) and (number := next(waiting, None)) is not None:
+                running[run.remote(*given, number)] = number
+            if not running:
+                return
+            done, _ = ray.wait(list(running), num_returns=1)
+            for each in done:
+                _answer(ray, each, f"shard {running.pop(each)}")
+                line.step()
+
+
+@contextlib.contextmanager
+def _ended(ray: Any, stop: Path) -> Iterator[dict[Any, int]]:
+    """Where the build breaks off, the tasks that are not over end too: by a file, for which each looks before every
+    batch. `ray.cancel` will not do: if a task ends in the same moment, Ray 2.60 ends the process that called it."""
+    running: dict[Any, int] = {}
     try:
-        with line:
-            while True:
-                while len(running) < (workers or len(missing)) and (number := next(waiting, None)) is not None:
-                    running[run.remote(*given, number)] = number
-                if not running:
-                    return
-                done, _ = ray.wait(list(running), num_returns=1)
-                for each in done:
-                    _answer(ray, each, f"shard {running[each]}")
-                    del running[each]
-                    line.step()
+        yield running
     finally:
-        for each in running:
-            ray.cancel(each, force=True)
+        if running:
+            with contextlib.suppress(OSError):  # a full disk, say: then they make their shards
+                stop.touch()
+            _, alive = ray.wait(list(running), num_returns=len(running), timeout=_PATIENCE)
+            if not alive:
+                stop.unlink(missing_ok=True)
 
 
 def _answer(ray: Any, task: Any, what: str) -> Any:
@@ -147,7 +164,8 @@ def _missing(build: str, make: Make, path: str, options: dict[str, Any]) -> list
 
 
 def _shard(build: str, make: Make, path: str, options: dict[str, Any], number: int) -> None:
-    _build(build, make, path, options, shard=number)
+    with contextlib.suppress(_Stopped):
+        _build(build, make, path, options, shard=number)
 
 
 def _finished(build: str, make: Make, path: str, options: dict[str, Any]) -> bool:
@@ -156,8 +174,32 @@ def _finished(build: str, make: Make, path: str, options: dict[str, Any]) -> boo
 
 
 def _build(build: str, make: Make, path: str, options: dict[str, Any], **which: Any) -> None:
+    stop = _stop_file(path, build)
+    _listen(stop)
     if build not in _made:
         _made.clear()  # the model of another build
         _made[build] = task(make)
     model, loss_fn, data, more = _made[build]
-    build_here(model, loss_fn, data, path, **(more | options | which))
+
+    def losses(model: Any, batch: Any) -> Any:
+        _listen(stop)
+        return loss_fn(model, batch)
+
+    build_here(model, losses if is_loss_function(loss_fn) else loss_fn, data, path, **(more | options | which))
+
+
+def _listen(stop: Path) -> None:
+    if stop.exists():
+        raise _Stopped
+
+
+class _Stopped(Exception):
+    """The build was broken off: another task failed, or who called it was interrupted."""
+
+
+# ---- in both ---------------------------------------------------------------------------------------------------------
+
+
+def _stop_file(path: str, build: str) -> Path:
+    """The file that ends the tasks of a build. What is left of it, the next build sweeps away."""
+    return Path(path) / f".stop-{build}"
