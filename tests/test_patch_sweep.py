@@ -285,3 +285,61 @@ def test_tokens_stand_upright_where_there_are_many():
     svg = ElementTree.fromstring(sweep.picture(tokens=words).svg)
     shown = {text.text: text.get("transform", "") for text in svg.iter("{http://www.w3.org/2000/svg}text")}
     assert all(shown[word].startswith("rotate(-90") for word in words)
+
+
+def test_a_model_or_an_input_that_keeps_state_begins_every_run_alike(gpt2):
+    def given(ids):
+        cache = transformers.DynamicCache(config=gpt2.config)
+        gpt2(torch.tensor([[4, 5, 6]] * 2), past_key_values=cache)
+        return {"input_ids": ids, "past_key_values": cache}
+
+    clean, corrupt = given(CLEAN), given(CORRUPT)
+    sweep = unsum.patch_sweep(gpt2, clean, corrupt, "transformer.h.1:output", metric)
+    own = given(CLEAN)
+    with torch.no_grad(), unsum.capture(gpt2, "transformer.h.1:output") as got:
+        gpt2(**own)
+    for position in range(5):
+        verb, own = unsum.replace(got["transformer.h.1:output"]).at(positions=position), given(CORRUPT)
+        with torch.no_grad(), unsum.edit(gpt2, {"transformer.h.1:output": verb}):
+            assert sweep.values[0, position] == pytest.approx(metric(gpt2(**own)).item(), abs=1e-6)
+    assert clean["past_key_values"].get_seq_length() == corrupt["past_key_values"].get_seq_length() == 3
+    unsum.sites(gpt2, batch=clean)
+    assert clean["past_key_values"].get_seq_length() == 3
+
+
+def test_buffers_are_as_they_were_in_every_run_and_afterwards():
+    class Counting(Attending):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("runs", torch.zeros(()))
+
+        def forward(self, ids):
+            self.runs += 1
+            return super().forward(ids) * self.runs
+
+    torch.manual_seed(0)
+    model, ids = Counting(), torch.tensor([[0, 1, 2, 3, 4]])
+    sweep = unsum.patch_sweep(model, ids, ids.flip(1), "table:output", lambda out: out.sum().item())
+    assert sweep.values[0, 2] == pytest.approx(sweep.corrupt)  # the middle is the same in both
+    assert model.runs == 0
+
+
+def test_what_is_recovered_can_be_drawn_and_needs_a_difference(gpt2):
+    sweep = unsum.patch_sweep(gpt2, CLEAN, CORRUPT, "transformer.h.1:output", metric)
+    svg = sweep.picture(recovered=True).svg
+    assert "clean 1.0, corrupt 0.0: share of the difference brought back" in svg
+    shown = [float(value) for value in re.findall(r'data-value="([^"]+)"', svg)]
+    assert shown == pytest.approx(sweep.recovered.flatten().tolist())
+    with pytest.raises(OptionError, match="no difference to bring back"):
+        PatchSweep(["a:output"], [0], torch.ones(1, 1), 1.0, 1.0).recovered
+
+
+def test_the_legend_says_which_colour_leads_to_the_clean_run():
+    for clean, colour in ((4.0, "coral: above"), (-4.0, "blue: below")):
+        svg = PatchSweep(["a:output"], [0, 1], torch.tensor([[1.0, -1.0]]), clean, 0.0).picture().svg
+        assert f"{colour} the corrupt run, towards the clean run" in svg
+
+
+def test_clean_and_corrupt_are_written_with_digits_that_tell_them_apart():
+    sweep = PatchSweep(["a:output"], [0, 1], torch.tensor([[5.0, -30.0]]), clean=-2.21, corrupt=-2.24)
+    assert repr(sweep).startswith("clean -2.210, corrupt -2.240")

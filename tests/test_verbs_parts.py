@@ -240,7 +240,7 @@ def test_pairs_differentiate():
         (lambda: unsum.replace(torch.ones(2, 4)), "got (2, 4), which does not broadcast to (3, 5, 4)"),
         (lambda: unsum.replace(torch.ones(1, 3, 5, 4)), "got (1, 3, 5, 4), which does not broadcast to (3, 5, 4)"),
         (lambda: unsum.replace(torch.ones(3, 9)).at(samples=0), "the shape of the part .at(samples=0)"),
-        (lambda: unsum.replace(torch.ones(4).double()), "got torch.float64, needs torch.float32"),
+        (lambda: unsum.replace(torch.ones(4).long()), "got torch.int64, needs torch.float32"),
         (lambda: unsum.mean_ablate(over=3), "over=3 names a dimension that (3, 5, 4) does not have"),
         (lambda: unsum.mean_ablate(torch.ones(4), over=0), "leave over= out"),
         (lambda: unsum.mean_ablate(torch.ones(7)), "got (7,), which does not broadcast"),
@@ -267,3 +267,50 @@ def test_floats_of_another_precision_take_that_of_the_place():
 def test_an_index_of_another_kind_is_told_what_it_may_be(index):
     with pytest.raises(unsum.errors.VerbError, match="paired=True"):
         unsum.zero().at(positions=index)(torch.zeros(2, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("make", "write"),
+    [
+        (lambda: unsum.replace(object()), r"unsum.replace\(got\[site\]\)"),
+        (lambda: unsum.replace([1.0, 2.0]), r"unsum.replace\(torch.as_tensor\(v\)\)"),
+        (lambda: unsum.add(T.numpy()), r"unsum.add\(torch.as_tensor\(v\)\)"),
+        (lambda: unsum.mean_ablate([T, T]), r"torch.stack\(got.calls\(site\)\).mean\(0\)"),
+    ],
+)
+def test_what_is_no_value_is_refused_at_once_and_not_printed(make, write):
+    with pytest.raises(VerbError, match=write) as caught:
+        make()
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("verb", [unsum.replace, unsum.mean_ablate, unsum.add])
+def test_values_of_another_precision_are_taken_in_that_of_the_tensor(verb):
+    found = verb(values(4) / 3)(T.bfloat16())
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, verb((values(4) / 3).bfloat16())(T.bfloat16()))
+
+
+def test_an_error_in_a_later_call_names_the_call_and_the_site_of_the_first():
+    model = nn.ModuleDict({"block": nn.Linear(4, 4)})
+
+    def generate():
+        model["block"](T)
+        model["block"](T[:, :1])
+
+    for verb in (unsum.replace(T), unsum.zero().at(positions=3)):
+        with pytest.raises(SiteError, match=r"this is call 1 of the module.*\n  write: 'block:output@0'"):
+            with unsum.edit(model, {"block:output": verb}):
+                generate()
+    with unsum.edit(model, {"block:output@0": unsum.zero().at(positions=3)}):
+        generate()
+
+
+def test_an_edit_that_is_never_opened_says_so():
+    with pytest.warns(UserWarning, match="was never opened, and changed nothing"):
+        unsum.edit(nn.Linear(4, 4), {":output": unsum.zero()})
+
+
+def test_a_direction_with_one_row_is_told_to_be_flattened():
+    with pytest.raises(VerbError, match=r"write: v.flatten\(\)"):
+        unsum.steer(torch.ones(1, 4))(T)

@@ -155,7 +155,7 @@ class Capture:
 
 def capture(
     model: nn.Module | None,
-    *sites: Asked,
+    *sites: Asked | list[Asked],
     keep: Keep = "reference",
     to: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
@@ -172,7 +172,8 @@ def capture(
     Args:
         model: Any module, also wrapped or compiled; None where all sites are tensors named with `unsum.mark`.
         sites: Where: `"fc1:input"`, `"blocks.*.mlp:grad_output"`, `(nn.Linear, "output")`, `"fc1.weight:grad"`;
-            `"mark:y:output"` for a tensor that `unsum.mark` names "y", without a model also `"y:output"`.
+            `"mark:y:output"` for a tensor that `unsum.mark` names "y", without a model also `"y:output"`. A list of
+            sites is taken, too.
         keep: "reference" keeps the tensor itself, detached, and refuses to show it once it was changed in place;
             "clone" copies it; "graph" keeps it attached, so that a loss can be put on it.
         to: On which device to keep it. From CUDA to the CPU the copy does not wait.
@@ -191,5 +192,6 @@ def capture(
         >>> got["0:input"].shape, got["2:grad_output"].shape
         (torch.Size([5, 2]), torch.Size([5, 1]))
     """
-    block = Capture(model, sites, Keeping(keep, to, dtype, slice, reduce, scaler), missing, stop)
+    asked = [one for each in sites for one in (each if isinstance(each, list) else [each])]
+    block = Capture(model, tuple(asked), Keeping(keep, to, dtype, slice, reduce, scaler), missing, stop)
     return Opened(block, "unsum.capture", only_with="stop=True leaves a `with`; open it by one" if stop else None)

@@ -88,7 +88,9 @@ def _sites(arguments: argparse.Namespace) -> None:
     with aside():
         if arguments.shapes:
             model, loss_fn, batch = everything(arguments.target)
-            found = Sites(model, *arguments.pattern, run=lambda: loss_fn(model, batch), fold=not arguments.all)
+            found = Sites(
+                model, *arguments.pattern, run=lambda: loss_fn(model, batch), given=batch, fold=not arguments.all
+            )
         else:
             found = Sites(model_of(arguments.target), *arguments.pattern, fold=not arguments.all)
     names: Any = list(found)

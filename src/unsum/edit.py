@@ -26,7 +26,7 @@ from unsum.opened import Opened
 from unsum.seams.checkpoints import ModuleCall
 from unsum.seams.nodes import Function
 from unsum.seams.scaler import current_scale
-from unsum.sites import Asked, Site, parse
+from unsum.sites import Asked, Site, parse, site_name
 from unsum.verbs import Verb
 
 Change = Verb | Callable[[Tensor], Tensor]
@@ -179,7 +179,7 @@ class Edit:
         for number in spot.asked:
             for nth, change in enumerate(self._changes[number]):
                 with _repeatable(change, self._states, (spot, number, nth), call, tensor.device):
-                    tensor = _apply(change, tensor, str(spot))
+                    tensor = _apply(change, tensor, spot)
             self._fired.add(number)
         return tensor
 
@@ -198,13 +198,17 @@ def _listed(site: str, change: Change | Sequence[Change]) -> list[Change]:
     return changes  # type: ignore[return-value]
 
 
-def _apply(change: Change, tensor: Tensor, site: str) -> Tensor:
+def _apply(change: Change, tensor: Tensor, spot: Spot) -> Tensor:
+    site = str(spot)
     try:
         # A function of the user's may write into what it gets: that must not be the tensor that others use.
         new = change(tensor) if isinstance(change, Verb) else change(tensor.clone())
     except VerbError as error:
         first, *rest = str(error).splitlines()
         told = f"{site}: {change!r}: {first}; the tensor there is {_described(tensor)}"
+        if spot.call:  # in a loop such as generate, later calls have other lengths than the first
+            told += f"; this is call {spot.call} of the module in this block, the first is 0"
+            rest = [f"  write: '{site_name(spot.place.name, spot.kind, 0, spot.shown)}'  # the first call alone"]
         raise SiteError("\n".join([told, *rest])) from error
     except Exception as error:
         if isinstance(change, Verb):
@@ -212,7 +216,8 @@ def _apply(change: Change, tensor: Tensor, site: str) -> Tensor:
         error.add_note(f"unsum: while editing {site}, which is {_described(tensor)}")
         raise
     if not isinstance(new, Tensor):
-        raise SiteError(f"{site}: the edit returned {type(new).__name__}, needs a tensor, {_described(tensor)}")
+        hint = "; end the function with return" if new is None else ""
+        raise SiteError(f"{site}: the edit returned {type(new).__name__}, needs a tensor, {_described(tensor)}{hint}")
     if new.shape != tensor.shape or new.dtype != tensor.dtype or new.device != tensor.device:
         raise SiteError(f"{site}: the edit returned {_described(new)}, needs {_described(tensor)}")
     return new
@@ -295,4 +300,4 @@ def edit(
         ...     print(model(torch.ones(1, 2)))
         tensor([[5., 5., 5.]], grad_fn=<ReluBackward0>)
     """
-    return Opened(Edit(model, edits, missing, scaler), "unsum.edit")
+    return Opened(Edit(model, edits, missing, scaler), "unsum.edit", warns_unopened=bool(edits))

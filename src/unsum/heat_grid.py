@@ -17,8 +17,9 @@ _STYLE = "# .cell { fill: var(--panel); }\n"
 _COLUMNS, _ROWS = 12, 60  # of a table of text
 
 
-def figures(values: Tensor, middle: float) -> Callable[[float], str]:
-    """How the numbers are written: with two figures of their largest distance from `middle`, so that they differ.
+def figures(values: Tensor, middle: float, *others: float) -> Callable[[float], str]:
+    """How the numbers are written: with two figures of their largest distance from `middle`, so that they differ; and
+    so that `others` differ from it.
 
     Examples:
         >>> import torch
@@ -26,8 +27,9 @@ def figures(values: Tensor, middle: float) -> Callable[[float], str]:
         >>> said(0.5012), said(0.5045)
         ('0.5012', '0.5045')
     """
-    furthest = _furthest(values, middle)
-    places = max(0, 1 - math.floor(math.log10(furthest))) if furthest else 3
+    gaps = [_furthest(values, middle), *(abs(other - middle) for other in others)]
+    gap = min((gap for gap in gaps if gap and math.isfinite(gap)), default=0.0)
+    places = max(0, 1 - math.floor(math.log10(gap))) if gap else 3
     largest = max((abs(v) for v in values.flatten().tolist() if math.isfinite(v)), default=0.0)
     if places > 6 or largest >= 1e5:
         return lambda value: f"{value:.3g}"
@@ -74,10 +76,12 @@ def grid(
     values: Tensor,
     clean: float,
     corrupt: float,
+    what: str | None = None,
 ) -> str:
-    """A heat map of `values` (rows, columns): coral above `corrupt`, blue below it, by the distance."""
+    """A heat map of `values` (rows, columns): coral above `corrupt`, blue below it, by the distance. `what` they are,
+    if not the metric."""
     with_numbers = len(columns) <= _MOST
-    said, furthest = figures(values, corrupt), _furthest(values, corrupt)
+    said, furthest = figures(values, corrupt, clean), _furthest(values, corrupt)
     longest = max(width_of(said(value), 10.5) for value in values.flatten().tolist()) + 10
     head = [shorten(_visible(word), _WIDE - 8, 11.5) for word in words or []]
     column = max([_NARROW, longest, *(width_of(word, 11.5) + 10 for word in head)]) if with_numbers else _BARE
@@ -91,7 +95,7 @@ def grid(
     svg.text(
         _MARGIN,
         26,
-        f"clean {said(clean)}, corrupt {said(corrupt)}: the metric with one activation patched",
+        f"clean {said(clean)}, corrupt {said(corrupt)}: {what or 'the metric with one activation patched'}",
         "small",
     )
     for k, position in enumerate(columns):
@@ -117,13 +121,15 @@ def grid(
             if with_numbers or not math.isfinite(value):
                 svg.text(x + column / 2, y + 17, said(value) if with_numbers else "×", "tiny middle")
             svg.close()
-    tall = _legend(svg, left, top + len(rows) * _ROW + 22, [said(corrupt + k * furthest) for k in (-1, 0, 1)], furthest)
+    ends = [said(corrupt + k * furthest) for k in (-1, 0, 1)]
+    tall = _legend(svg, left, top + len(rows) * _ROW + 22, ends, furthest, clean - corrupt)
     told = "; ".join(f"{row}: {', '.join(map(said, line))}" for row, line in zip(rows, values.tolist(), strict=True))
     return svg.finish(title, f"Clean {said(clean)}, corrupt {said(corrupt)}. {told[:4000]}.", wide, tall, style=_STYLE)
 
 
-def _legend(svg: Svg, x: float, y: float, ends: Sequence[str], furthest: float) -> float:
-    """Seven cells from the lowest colour to the highest, with the numbers at both ends and in the middle."""
+def _legend(svg: Svg, x: float, y: float, ends: Sequence[str], furthest: float, to_clean: float) -> float:
+    """Seven cells from the lowest colour to the highest, with the numbers at both ends and in the middle, and which
+    colour leads to the clean run."""
     if not furthest:
         svg.text(x, y + 4, "no patch changes the metric", "small faint")
         return y + 20
@@ -134,8 +140,11 @@ def _legend(svg: Svg, x: float, y: float, ends: Sequence[str], furthest: float) 
             svg.rect(x + 24 * k, y, 24, 12, "coral" if k > 3 else "blue", 0, opacity=f"{0.75 * share:.3f}")
     for k, text in zip((0, 3, 6), ends, strict=True):
         svg.text(x + 24 * k + 12, y + 26, text, "tiny middle")
-    svg.text(x, y + 44, "blue: below the corrupt run; coral: above it", "tiny faint")
-    return y + 58
+    below, above = (", away from the clean run", ", towards the clean run") if to_clean > 0 else (
+        ", towards the clean run", ", away from the clean run") if to_clean < 0 else ("", "")  # fmt: skip
+    svg.text(x, y + 44, f"coral: above the corrupt run{above}", "tiny faint")
+    svg.text(x, y + 58, f"blue: below the corrupt run{below}", "tiny faint")
+    return y + 72
 
 
 def _visible(word: str) -> str:

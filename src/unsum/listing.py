@@ -47,11 +47,16 @@ class Sites:
     tensor that a module returned, by site, if a batch was given."""
 
     def __init__(
-        self, model: nn.Module, *asked: Asked, run: Callable[[], object] | None = None, fold: bool = True
+        self,
+        model: nn.Module,
+        *asked: Asked,
+        run: Callable[[], object] | None = None,
+        given: Any = None,
+        fold: bool = True,
     ) -> None:
         self._names, self._fold = Names(model), fold
         self._sites = self._chosen(asked) if asked else self._all()
-        self._outputs = None if run is None else _outputs(self._names, run)
+        self._outputs = None if run is None else _outputs(self._names, run, given)
         self.shapes: dict[str, Shape] = {}
         for name, calls in (self._outputs or {}).items():
             for k, call in enumerate(calls):
@@ -156,14 +161,15 @@ def _follows(group: list[_Row], other: list[_Row], depth: int, times: int) -> bo
 # ---- shapes ----------------------------------------------------------------------------------------------------------
 
 
-def _outputs(names: Names, run: Callable[[], object]) -> dict[str, list[dict[Path, Shape]]]:
-    """Of each module the shapes that each of its calls returned. The model's state is put back."""
+def _outputs(names: Names, run: Callable[[], object], given: Any) -> dict[str, list[dict[Path, Shape]]]:
+    """Of each module the shapes that each of its calls returned. The state of the model and of
+    the arguments that it was `given` (a cache of keys and values) is put back."""
     modules = {
         name: module
         for name, module in names.modules.items()
         if not is_container(module) and not isinstance(module, torch.jit.ScriptModule)
     }
-    state = State(names.model, strict=False)
+    state = State(names.model, given, strict=False)
     asked = [f"{name}:output" for name in modules]
     try:
         with torch.no_grad(), capture(names.model, *asked, missing="ignore", reduce=lambda tensor: None) as got:
@@ -219,7 +225,7 @@ def sites(model: nn.Module, *asked: Asked, batch: Any = None, fold: bool = True)
         0 … 11: 12 × the same
         0       Linear  (5, 3)  :output
     """
-    return Sites(model, *asked, run=None if batch is None else lambda: _called(model, batch), fold=fold)
+    return Sites(model, *asked, run=None if batch is None else lambda: _called(model, batch), given=batch, fold=fold)
 
 
 def _called(model: nn.Module, batch: Any) -> object:

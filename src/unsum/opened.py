@@ -38,8 +38,11 @@ class Opened(Generic[Found]):
         torch.Size([4])
     """
 
-    def __init__(self, block: _Block[Found], name: str, *, only_with: str | None = None) -> None:
+    def __init__(
+        self, block: _Block[Found], name: str, *, only_with: str | None = None, warns_unopened: bool = False
+    ) -> None:
         self._block, self._name = block, name
+        self._warns_unopened = warns_unopened  # where a forgotten `with` would have no effect, silently
         self._only_with = only_with  # why the block cannot be opened without `with`
         self._error: BaseException | None = None  # what was being handled when it was opened
         self._finalizer: weakref.finalize[Any, Any] | None = None
@@ -67,6 +70,7 @@ class Opened(Generic[Found]):
         return None if error is self._error else error
 
     def __enter__(self) -> Found:
+        self._warns_unopened = False
         found = self._block.__enter__()
         self._error = sys.exc_info()[1]
         self._finalizer = weakref.finalize(self, _close_unheld, self._block, self._name)
@@ -84,6 +88,13 @@ class Opened(Generic[Found]):
 
     def __repr__(self) -> str:
         return f"<{self._name}, {'open' if self.is_open else 'closed'}>"
+
+    def __del__(self) -> None:
+        if getattr(self, "_warns_unopened", False):
+            warnings.warn(
+                f"{self._name}(...) was never opened, and changed nothing.\n  write: with {self._name}(...): model(x)",
+                stacklevel=2,
+            )
 
     def __reduce__(self) -> str:
         raise TypeError(f"{self._name}: a block belongs to this process, and cannot be copied or pickled; make another")

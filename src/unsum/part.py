@@ -127,7 +127,8 @@ class Part:
         try:
             return torch.arange(size, device=device)[index].reshape(-1)
         except (IndexError, TypeError, ValueError) as error:
-            raise VerbError(f"{self}: there {'is' if size == 1 else 'are'} {size} {kind}") from error
+            one = {"entries": "entry"}.get(kind, kind.removesuffix("s"))
+            raise VerbError(f"{self}: there {f'is 1 {one}' if size == 1 else f'are {size} {kind}'}") from error
 
     def _as_pairs(self, pairs: dict[int, Tensor]) -> dict[int, Tensor]:
         """Lists of one length, each pair once; a single number goes with every pair."""

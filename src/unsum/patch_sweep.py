@@ -17,6 +17,7 @@ from unsum.chance import Chance
 from unsum.edit import edit
 from unsum.errors import OptionError, SiteError, VerbError
 from unsum.heat_grid import figures, grid, table
+from unsum.learn.state import State
 from unsum.nested import leaves
 from unsum.part import Index, numbers
 from unsum.picture import Picture
@@ -55,24 +56,31 @@ class PatchSweep:
     @property
     def recovered(self) -> Tensor:
         """(sites, positions): which share of the difference each patch brings back, 0 as corrupt and 1 as clean."""
+        if self.clean == self.corrupt:
+            raise OptionError(
+                f"recovered: the metric is {self.clean:.6g} in the clean run and in the corrupt one, so there is no "
+                "difference to bring back; choose inputs or a metric that differ"
+            )
         return (self.values - self.corrupt) / (self.clean - self.corrupt)
 
-    def picture(self, tokens: Sequence[str] | None = None) -> Picture:
+    def picture(self, tokens: Sequence[str] | None = None, *, recovered: bool = False) -> Picture:
         """A heat map: a row for each site, a column for each position, with its token where `tokens` has one for each
-        position of the input."""
+        position of the input. `recovered=True` draws `recovered` instead of the metric itself."""
         words = None if tokens is None else _words(tokens, self.positions)
         title = f"activation patching: {_count(self.sites, 'site')} × {_count(self.positions, 'position')}"
-        return Picture(grid(title, self.sites, self.positions, words, self.values, self.clean, self.corrupt), title)
+        values, clean, corrupt = (self.recovered, 1.0, 0.0) if recovered else (self.values, self.clean, self.corrupt)
+        what = "share of the difference brought back by one activation" if recovered else None
+        return Picture(grid(title, self.sites, self.positions, words, values, clean, corrupt, what), title)
 
-    def save(self, path: str | Path, tokens: Sequence[str] | None = None) -> Path:
+    def save(self, path: str | Path, tokens: Sequence[str] | None = None, *, recovered: bool = False) -> Path:
         """Write the picture as `.svg` or `.html`. Missing folders are made."""
-        return self.picture(tokens).save(path)
+        return self.picture(tokens, recovered=recovered).save(path)
 
     def _repr_svg_(self) -> str:
         return self.picture().svg
 
     def __repr__(self) -> str:
-        said = figures(self.values, self.corrupt)
+        said = figures(self.values, self.corrupt, self.clean)
         head = f"clean {said(self.clean)}, corrupt {said(self.corrupt)}"
         return f"{head}\n{table(self.sites, self.positions, self.values, self.corrupt)}"
 
@@ -115,18 +123,12 @@ def patch_sweep(
                 [0., 1., 0.]], dtype=torch.float64)
     """
     asked = _asked(sites)
-    with torch.no_grad():
+    runs = _Runs(model, clean, corrupt)
+    with torch.no_grad(), runs:
         with capture(model, *asked, keep="clone") as given:
-            clean_value = _number(metric, _run(model, clean, "clean"))
+            clean_value = _number(metric, runs.first("clean"))
         with capture(model, *asked, reduce=lambda t: t.shape) as met:
-            chance = Chance()
-            out = _run(model, corrupt, "corrupt")
-            drawn = chance.was_drawn()
-            corrupt_value = _number(metric, out)
-        if drawn:
-            raise OptionError(
-                "the model draws random numbers (dropout), so that runs differ by chance: call model.eval()"
-            )
+            corrupt_value = _number(metric, runs.first("corrupt"))
         patches = dict(given.items())
         _refuse_several(patches, asked)
         _refuse_other_dimension(patches, clean)
@@ -142,7 +144,7 @@ def patch_sweep(
                     verb = replace(patch, positions=source[position]).at(positions=position)
                     # With gradients on, a patch that nothing reads is noticed (UnreadEdit): once for each site.
                     with torch.set_grad_enabled(not column), edit(model, {site: verb}):
-                        values[row, column] = _number(metric, _run(model, corrupt, "corrupt"))
+                        values[row, column] = _number(metric, runs.run("corrupt"))
                     line.step()
     return PatchSweep(list(patches), chosen, values, clean_value, corrupt_value)
 
@@ -167,17 +169,41 @@ def _asked(sites: Asked | Sequence[Asked]) -> list[Asked]:
     return asked
 
 
-def _run(model: nn.Module, given: Any, name: str) -> Any:
-    if isinstance(given, Tensor):
-        return model(given)
-    if isinstance(given, Mapping):
-        return model(**given)
-    if isinstance(given, tuple | list):
-        return model(*given)
-    raise OptionError(
-        f"{name}: give the model's input as a tensor, a tuple of arguments or a mapping of keywords, "
-        f"not {type(given).__name__}"
-    )
+class _Runs:
+    """The model's two runs, any number of times. Each begins with the state that the model and its arguments had at
+    first (buffers, a cache of keys and values), and at the end they have it again."""
+
+    def __init__(self, model: nn.Module, clean: Any, corrupt: Any) -> None:
+        for name, given in (("clean", clean), ("corrupt", corrupt)):
+            if not isinstance(given, Tensor | Mapping | tuple | list):
+                raise OptionError(
+                    f"{name}: give the model's input as a tensor, a tuple of arguments or a mapping of keywords, "
+                    f"not {type(given).__name__}"
+                )
+        self._model, self._given = model, {"clean": clean, "corrupt": corrupt}
+        self._state, self._chance = State(model, clean, corrupt, strict=False), Chance()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._state.restore()
+
+    def first(self, name: str) -> Any:
+        """A run; raises if it draws random numbers."""
+        found = self.run(name)
+        if self._chance.was_drawn():
+            raise OptionError(
+                "the model draws random numbers (dropout), so that runs differ by chance: call model.eval()"
+            )
+        return found
+
+    def run(self, name: str) -> Any:
+        self._state.restore()
+        given = self._given[name]
+        if isinstance(given, Tensor):
+            return self._model(given)
+        return self._model(**given) if isinstance(given, Mapping) else self._model(*given)
 
 
 def _number(metric: Metric, output: Any) -> float:

@@ -87,7 +87,7 @@ def parse(asked: Asked, model: object = None) -> Site:
     elif isinstance(asked, str):
         where, text = asked.partition(":")[0], asked
     else:
-        raise SiteError(f"a site is written 'name:kind' or (module type or predicate, 'kind'), not {asked!r}")
+        raise SiteError(_no_site(asked, model))
     if (read := _read(text)) is None:
         raise SiteError(_misspelt(asked, text, model))
     return Site(read[0] if isinstance(where, str) else where, *read[1:])
@@ -102,8 +102,19 @@ def _read(text: str) -> tuple[str, Kind, int | None, Path] | None:
     return match["where"], cast("Kind", match["kind"]), call, parse_path(match["path"] or "")
 
 
+def _no_site(asked: object, model: object) -> str:
+    said = f"a site is written 'name:kind' or (module type or predicate, 'kind'), not a {type(asked).__name__}"
+    if isinstance(asked, nn.Module) and isinstance(model, nn.Module):
+        inner = unwrapped(asked)
+        name = next((name for name, module in Names(model).modules.items() if module is inner), None)
+        return said if name is None else f"{said}\n  write: {site_name(name, 'output')!r}"
+    return f"{said}: {asked!r}" if isinstance(asked, tuple | int | None) else said
+
+
 def _misspelt(asked: Asked, text: str, model: object) -> str:
     lines = [f"no site {asked!r}: it is written <module>:<kind>[@call][path], and the kinds are {', '.join(KINDS)}"]
+    if "@" in text:
+        lines.append("  a call is a number from 0: '@0' is the first call in the block")
     where, _, kind = text.rpartition(":") if ":" in text else (text, "", "")
     kinds = difflib.get_close_matches(re.split(r"[@.\[]", kind)[0], KINDS, 2) if kind else ["output"]
     if isinstance(asked, str) and isinstance(model, nn.Module):
@@ -229,7 +240,8 @@ class Names:
             near = self.near(site.where, site.kind)
             if near:
                 lines.append(f"  near: {', '.join(map(repr, near))}")
-        may_be_mark = isinstance(site.where, str) and ":" not in site.where and site.kind in ("output", "grad_output")
+        is_word = isinstance(site.where, str) and not set(site.where) & set(":.*?[")
+        may_be_mark = is_word and site.kind in ("output", "grad_output")
         mark = f"; a tensor named with unsum.mark: {f'mark:{site}'!r}" if may_be_mark else ""
         lines.append(f"  list them: unsum.sites(model){mark}")
         return "\n".join(lines)

@@ -121,6 +121,7 @@ def add(v: float | Tensor) -> Verb:
         >>> add(1.0)(torch.tensor([1.0, 2.0]))
         tensor([2., 3.])
     """
+    _refuse_no_value("add", v)
     return Verb(f"add({_short(v)})", lambda t: t + _fitting(v, t))
 
 
@@ -189,6 +190,7 @@ def replace(v: float | Tensor, *, positions: Index | None = None) -> Verb:
         >>> replace(longer, positions=[1, -1]).at(positions=[0, -1])(torch.zeros(1, 3))
         tensor([[2., 0., 5.]])
     """
+    _refuse_no_value("replace", v)
     if positions is None:
         return _putting(f"replace({_short(v)})", lambda t: _value(v, t))
     if not isinstance(v, Tensor):
@@ -217,6 +219,7 @@ def mean_ablate(mean: float | Tensor | None = None, *, over: int | Sequence[int]
     if mean is not None:
         if over is not None:
             raise VerbError("mean_ablate(): a mean that is given is not taken over anything; leave over= out")
+        _refuse_no_value("mean_ablate", mean)
         return _putting(f"mean_ablate({_short(mean)})", lambda t: _value(mean, t))
     said = "" if over is None else f"over={over!r}"
     return _putting(f"mean_ablate({said})", lambda t: _mean(t, over))
@@ -233,9 +236,9 @@ def _put(value: Tensor, t: Tensor, part: Part) -> Tensor:
 
 
 def _value(v: float | Tensor, t: Tensor) -> Tensor:
-    if isinstance(v, Tensor) and v.dtype != t.dtype:
-        raise VerbError(f"got {v.dtype}, needs {t.dtype}: write v.to({t.dtype})")
     value = _fitting(v, t)
+    if isinstance(value, Tensor) and value.dtype != t.dtype:
+        raise VerbError(f"got {v.dtype}, needs {t.dtype}: write v.to({t.dtype})")  # type: ignore[union-attr]
     if not isinstance(value, Tensor):
         if not t.is_floating_point() and not t.is_complex() and value != int(value):
             raise VerbError(f"got {value!r}, needs a whole number")
@@ -311,6 +314,20 @@ def reverse(c: float = 1.0) -> Verb:
     return Verb(f"reverse({c!r})", lambda t: t * -c, on_gradients_only=True)
 
 
+def _refuse_no_value(verb: str, v: Any) -> None:
+    """Raise for what is neither a number nor a tensor: a capture, the list of its calls, a list of numbers."""
+    if isinstance(v, Tensor | int | float | complex):
+        return
+    if isinstance(v, list | tuple) and v and all(isinstance(one, Tensor) for one in v):
+        mean = verb == "mean_ablate"
+        write = "unsum.mean_ablate(torch.stack(got.calls(site)).mean(0))" if mean else f"unsum.{verb}(tensors[0])"
+    elif isinstance(v, list | tuple) or hasattr(v, "__array__"):
+        write = f"unsum.{verb}(torch.as_tensor(v))"
+    else:
+        write = f"unsum.{verb}(got[site])"
+    raise VerbError(f"{verb}() takes a number or a tensor, got {type(v).__name__}.", write=write)
+
+
 def _fitting(v: float | Tensor, t: Tensor) -> float | Tensor:
     """`v`, if it is on the same device as the tensor it meets; floats in that tensor's precision."""
     if isinstance(v, Tensor) and v.dim() and v.device != t.device:
@@ -324,7 +341,10 @@ def _direction(v: Tensor | Sequence[float], t: Tensor) -> Tensor:
     _needs_floats(t)
     v = torch.as_tensor(v, device=None if isinstance(v, Tensor) else t.device)
     if v.shape != t.shape[-1:]:
-        raise VerbError(f"got a direction of shape {tuple(v.shape)}, needs {tuple(t.shape[-1:])}, the features' own")
+        raise VerbError(
+            f"got a direction of shape {tuple(v.shape)}, needs {tuple(t.shape[-1:])}, the features' own",
+            write="v.flatten()" if v.numel() == t.shape[-1] else (),
+        )
     _fitting(v, t)
     if v.is_complex() and not t.is_complex():
         raise VerbError("got a complex direction, needs a real one")

@@ -107,15 +107,15 @@ class Captured:
     def __getitem__(self, asked: Asked) -> Any:
         """The value at a site that saw one call. Several calls, sites or tensors are an error that says so."""
         site = _parse(asked, self._requests.names)
-        found = {place: self._of(place, site) for place in self._places(site)}
-        fired = {place: rows for place, rows in found.items() if any(row is not None for row in rows)}
+        places = self._places(site)
+        fired = [place for place in places if self._at(place, site)]
         if not fired:
-            raise UnknownSite(self._why_nothing(site, list(found)))
+            raise UnknownSite(self._why_nothing(site, places))
         if len(fired) > 1:
-            names = ", ".join(repr(site_name(p.name, site.kind, site.call, site.path)) for p in list(fired)[:4])
+            names = ", ".join(repr(site_name(p.name, site.kind, site.call, site.path)) for p in fired[:4])
             more = ", ..." if len(fired) > 4 else ""
             raise SiteError(f"{site}: fits {len(fired)} sites ({names}{more}); use got.items(), or name one")
-        (rows,) = fired.values()
+        rows = self._of(fired[0], site)
         if len(rows) > 1:
             what = "calls or backwards" if site.kind.startswith("grad") else "calls"
             raise SiteError(f"{site}: there are {len(rows)} {what}; use got.calls({str(site)!r}), or name one with @")
@@ -204,14 +204,18 @@ class Captured:
         hint = f"\n  near: {', '.join(map(repr, dict.fromkeys(near)))}" if near else ""
         return f"{first}; asked for: {', '.join(map(repr, asked))}{hint}"
 
-    def _of(self, place: Place, site: Site) -> list[Entry | None]:
-        """The entries of one place, call by call and backward by backward; None for a call without a gradient."""
+    def _at(self, place: Place, site: Site) -> list[Entry]:
+        """The entries of one place that a site names, call by call."""
         entries = self._by_place.get((place, site.kind), [])
         if site.call is not None:
             entries = [e for e in entries if e.spot.call == site.call]
         exact = [e for e in entries if self._is_at(e.spot, site.path)]
         entries = exact or [e for e in entries if e.spot.path[: len(site.path)] == site.path]
-        entries = sorted(entries, key=lambda e: e.spot.call)
+        return sorted(entries, key=lambda e: e.spot.call)
+
+    def _of(self, place: Place, site: Site) -> list[Entry | None]:
+        """The entries of one place, call by call and backward by backward; None for a call without a gradient."""
+        entries = self._at(place, site)
         paths = list(dict.fromkeys(by_place(e.spot) for e in entries))
         if len(paths) > 1:
             names = ", ".join(repr(site_name(place.name, site.kind, site.call, path)) for path in paths[:6])

@@ -78,7 +78,7 @@ def _tensors(place: Place, site: Site, value: Any, one: bool) -> list[tuple[Path
     path, part = _part(place, site, value, is_input)
     found = [(inner, inner, tensor) for inner, tensor in leaves(part, path)]
     if not found:
-        raise LookupError(f"there is no tensor there; there are: {_paths(value)}")
+        raise LookupError(f"it was called, and no tensor is there; there are: {_paths(value)}")
     if is_input and not site.path:
         return [(found[0][0], (), found[0][2])]
     if one and len(found) > 1:

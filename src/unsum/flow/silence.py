@@ -41,7 +41,9 @@ def why(flow: Flow, place: Place, site: Site) -> str:
     if site.call is not None and site.call >= calls:
         return f"it was called {calls} time{'s' if calls != 1 else ''}"
     if (note := flow.note(place, site)) is not None:
-        return note
+        is_weights = site.path == (1,) and "Attention" in type(place.thing).__name__
+        hint = '; transformers\' attention returns its weights with attn_implementation="eager" alone'
+        return note + (hint if is_weights and site.kind.endswith("output") else "")
     if not site.kind.startswith("grad"):
         return "it was called, but nothing came out of its hooks (were they cleared inside the block?)"
     if type(place.thing).__name__ == "DTensor":

@@ -25,9 +25,10 @@ _FIXED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType,
 
 class State:
     """The state of a model as it is now, to be put back later, any number of times. What cannot be put back (a
-    generator that is under way) is refused by raising, unless `strict` is false."""
+    generator that is under way) is refused by raising, unless `strict` is false. `given` are arguments of the model
+    that a run may change, such as a cache of keys and values."""
 
-    def __init__(self, model: nn.Module, *, strict: bool = True) -> None:
+    def __init__(self, model: nn.Module, *given: Any, strict: bool = True) -> None:
         self._strict = strict
         self._undo: list[Callable[[], None]] = []
         self._seen: set[int] = set()
@@ -36,8 +37,8 @@ class State:
         for module in model.modules():
             if not isinstance(module, torch.jit.ScriptModule):
                 self._take_dict(vars(module), skip=OWN)
-        for buffer in model.buffers():
-            self._take(buffer)
+        for value in (*model.buffers(), *given):
+            self._take(value)
 
     def restore(self) -> None:
         """Put everything back."""

@@ -42,7 +42,13 @@ class Watcher(Protocol):
 
 NOTHING = object()
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-OWN = ("_parameters", "_modules", *_HOOKS)  # attributes of a module that are torch's, and no state of the user's
+_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")  # of hooks
+OWN = (
+    "_parameters",
+    "_modules",
+    *_HOOKS,
+    *_FLAGS,
+)  # attributes of a module that are torch's, and no state of the user's
 
 
 def is_compiled(module: nn.Module) -> bool:
