@@ -233,3 +233,74 @@ def test_a_custom_function_outside_any_module_inside_a_checkpoint_is_refused_by_
     with pytest.raises(UnsupportedError, match="SineBackward is called inside a checkpoint"), unsum.gradients(model):
         model(torch.randn(3, 4)).square().sum().backward()
     assert all(p.grad is None for p in model.parameters())
+
+
+class Adapted(nn.Module):
+    """Trained parameters are inside reentrant checkpoints alone, as LoRA's are: the graph of a backward has none."""
+
+    def __init__(self, reentrant=True):
+        super().__init__()
+        self.frozen, self.body, self.reentrant = nn.Linear(D, D).requires_grad_(False), nn.Linear(D, 11), reentrant
+
+    def forward(self, x):
+        h = self.frozen(x).requires_grad_()
+        return checkpoint(self.body, h, use_reentrant=True) if self.reentrant else self.body(h)
+
+
+def test_parameters_that_only_reentrant_checkpoints_hold():
+    torch.manual_seed(0)
+    model = Adapted().double()
+    x = torch.randn(N, D, dtype=torch.float64)
+    loss = lambda m, x: m(x).square().sum()
+    model.reentrant = False
+    truth = per_sample_gradients(model, loss, x)
+    model.reentrant = True
+    norms = torch.stack([value.flatten(1).norm(dim=1) for value in truth.values()]).norm(dim=0)
+    for rows in (N, N, N - 1):
+        model.zero_grad()
+        with unsum.gradients(model) as g:
+            loss(model, x[:rows]).backward()
+        for name, value in truth.items():
+            torch.testing.assert_close(g[name].per_sample(), value[:rows])
+            torch.testing.assert_close(model.get_parameter(name).grad, value[:rows].sum(0))
+        with unsum.gradients(model, unsum.Norms()) as g:
+            loss(model, x[:rows]).backward()
+        torch.testing.assert_close(g.norms(), norms[:rows])
+    model.zero_grad()
+    bound = float(norms.median())
+    with unsum.clip_per_sample(model, max_norm=bound) as clipped:
+        loss(model, x).backward()
+    torch.testing.assert_close(clipped.norms, norms)
+    weights = (bound / norms).clamp(max=1)
+    for name, value in truth.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, torch.einsum("n,n...->...", weights, value))
+
+
+class Hides(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, body):
+        ctx.body = body
+        ctx.save_for_backward(x)
+        return body(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.body(x), grad)
+        return x.grad, None
+
+
+@pytest.mark.parametrize("block", [unsum.gradients, unsum.clip_per_sample, unsum.watch])
+def test_parameters_that_only_a_function_of_the_users_reaches_are_refused(block):
+    class Net(Adapted):
+        def forward(self, x):
+            return Hides.apply(self.frozen(x).requires_grad_(), self.body)
+
+    model = Net()
+    with pytest.raises(UnsupportedError, match="HidesBackward: runs a backward of its own"):
+        with block(model):
+            model(torch.randn(N, D)).square().sum().backward()
+    assert model.body.weight.grad is None
+    model(torch.randn(N, D)).square().sum().backward()  # outside of blocks it does as it did
+    assert model.body.weight.grad is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -27,7 +27,7 @@ from unsum.learn.routes import stranded
 from unsum.learn.setting import Setting
 from unsum.learn.sides import Sides
 from unsum.plan.plan import Meeting, Plan
-from unsum.plan.signature import Survey, survey
+from unsum.plan.signature import survey
 from unsum.seams.nodes import current_node
 from unsum.sites import Names, unwrapped
 from unsum.step.backward import Options, Reducing, Step
@@ -219,7 +219,10 @@ class GradientsBlock:
         seen = survey(roots_of(call), self._found.by_id)
         self._forward.decide(call.roots, seen.nodes, self._found.by_id)
         known, calls = self._forward.find(seen.nodes)
-        if not self._reaches(call, seen) and (self._setting.wanted or not known):
+        is_reached = self._reaches(call, seen.leaves) or (
+            bool(known) and not call.inputs and _has_checkpoint(seen.nodes)
+        )
+        if not is_reached and (self._setting.wanted or not known):
             return None  # of another model, or for something else than parameters
         if any(isinstance(grad, Tensor) and seams.is_batched(grad) for grad in call.grads):
             raise UnsupportedError(
@@ -268,12 +271,12 @@ class GradientsBlock:
             plan.stranded[skipped, others] = stranded(nodes, plan.owned, skipped, others, self._setting.names)
         return [*leaves, *(GradientEdge(nodes[place], 0) for place in plan.stranded[skipped, others])]
 
-    def _reaches(self, call: seams.Backward, seen: Survey) -> bool:
+    def _reaches(self, call: seams.Backward, leaves: Iterable[Tensor]) -> bool:
         """Whether this backward brings a gradient to any chosen parameter."""
         wanted = self._setting.wanted
         if call.inputs:
             return any(id(given) in wanted for given in call.inputs)
-        return any(id(leaf) in wanted for leaf in seen.leaves)
+        return any(id(leaf) in wanted for leaf in leaves)
 
     def _begin_tapped(
         self, call: seams.Backward, nodes: Sequence[Node], tapped: Tapped, calls: frozenset[int]
@@ -311,12 +314,24 @@ class GradientsBlock:
 
     def _inside(self, call: seams.Backward) -> None:
         """A node runs a backward of its own inside its backward: a reentrant checkpoint, a reversible network."""
+        if self._step is None and call.accumulates and not self._planner.is_learning:
+            self._refuse_unseen(call)
         outer = next((run for _, run in reversed(self._under_way) if run is not None), None)
         if outer is None or not call.accumulates or not isinstance(self._step, Step):
             return
         waiting = outer.hidden.get(current_node())
         if waiting:
             self._start(self._step, *self._planner.inside(call, waiting.pop(0), self._step.n))
+
+    def _refuse_unseen(self, call: seams.Backward) -> None:
+        """Raise where the graph of a backward showed no chosen parameter, and a node of it runs a backward that reaches
+        one."""
+        if self._reaches(call, survey(roots_of(call), self._found.by_id).leaves):
+            raise UnsupportedError(
+                f"{current_node().name()}: runs a backward of its own, and only there parameters get gradients: which "
+                "sample they belong to cannot be seen.",
+                write="torch.utils.checkpoint.checkpoint(fn, *args, use_reentrant=False)",
+            )
 
     def _start(self, step: Step, plan: Plan, nodes: Sequence[Node]) -> None:
         """Wait at the plan's nodes."""
@@ -349,6 +364,11 @@ class GradientsBlock:
             self._saved.forget()
             if failed:
                 self._take_back(step.reducing, step.planned if isinstance(step, Step) else None)
+
+
+def _has_checkpoint(nodes: Iterable[Node]) -> bool:
+    """Whether a reentrant checkpoint is among these nodes: the parameters in it are not in this graph."""
+    return any(node.name() == "CheckpointFunctionBackward" for node in nodes)
 
 
 def _refuse(names: Names) -> None:
