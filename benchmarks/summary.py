@@ -1,0 +1,160 @@
+"""One table: what each quantity costs on each kind of model, beside what was aimed for.
+
+    python benchmarks/summary.py [--device cuda] [--part eager] [--quick] [--json benchmarks/results/summary_cuda.json]
+
+The models and ways are those of quantities.py (eager), compiled.py (compiled, also with CUDA graphs) and norms.py
+(peers), each run by its own script's code in this process: medians and quartiles of ratios to the plain step of the
+same repetition, with the plain step against itself as the noise. `--part` runs one of the three and keeps the others' rows
+that the file has, for a machine that is lent by the minute.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+import compiled
+import norms
+import quantities
+from measuring import machine, options_of, parsed, write
+from peers import reason
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. Ratios are to the plain step that `over` names; peak memory is to the same."""
+
+    part: str
+    model: str
+    what: str
+    over: str
+    median: float
+    low: float
+    high: float
+    memory: float | None
+    aim: float | None = None  # the ratio that was aimed for
+
+
+SMALL, LARGE, SHORT = ("GPT-2 small shape B=16 T=1024", "GPT L=8 d=2048 B=8 T=2048",
+                       "launch-bound: GPT-2 small shape B=8 T=128")  # fmt: skip
+RESNET, EXPERTS = (
+    "ResNet-50 224×224 B=64, channels last, eval",
+    "experts: Mixtral-like, 8 of d=1024, 4 layers, B=8 T=512",
+)
+LOOP, LSTM = "the same experts in a loop", "LSTM language model, d=1024, B=32 T=128"
+
+EAGER: dict[str, dict[str, dict[str, float | None]]] = {  # device, model, {way: aim}
+    "cuda": {
+        SMALL: {"norms": 1.05, "clipped": 1.12, "projected": 0.90, "tokens": None, "captured": None},
+        LARGE: {"norms": 1.05, "clipped": 1.12, "projected": 0.80, "tokens": None, "captured": None},
+        SHORT: {"norms": 1.30, "clipped": 1.6, "projected": None, "tokens": None, "captured": None},
+        RESNET: {"norms": 1.25, "clipped": None},
+        EXPERTS: {"norms": 1.25},
+        LOOP: {"norms": 1.25},
+        LSTM: {"norms": 1.6, "clipped": None},
+    },
+    "cpu": {
+        "GPT L=4 d=256 T=128 B=16": {"norms": None, "clipped": None},
+        "ResNet-50 64×64 B=4, eval": {"norms": None, "clipped": None},
+        "experts: Mixtral-like, 8 of d=128, 2 layers, B=4 T=64": {"norms": None},
+        "LSTM language model, d=256, B=16 T=64": {"norms": 2.0, "clipped": None},
+    },
+}
+Compiled = dict[tuple[str, str | None], dict[str, float | None]]
+COMPILED: dict[str, Compiled] = {  # device, (model, mode), {way: aim}
+    "cuda": {
+        (SMALL, None): {"norms, compiled": 1.08, "clipped sum, compiled": None, "projected, compiled": None},
+        (LARGE, None): {"norms, compiled": 1.08, "clipped sum, compiled": None},
+        (SHORT, None): {"norms, compiled": 1.20, "clipped sum, compiled": None, "projected, compiled": None},
+        (SHORT, "reduce-overhead"): {"norms, compiled": 1.30, "clipped sum, compiled": None},
+    },
+    "cpu": {("GPT L=2 d=128 T=64 B=8", None): {"norms, compiled": None, "clipped sum, compiled": None}},
+}
+NOISE = {"plain, again", "plain, compiled, again"}
+
+
+def eager(device: str, seconds: float) -> Iterator[Row]:
+    for name, aims in EAGER[device].items():
+        make = quantities.MODELS[device][name][0]
+        found = quantities.run(name, make, tuple(aims), device=device, seconds=seconds)
+        yield from rows("eager", name, found["rows"], "to_plain", "plain", aims)
+
+
+def traced(device: str, seconds: float) -> Iterator[Row]:
+    for (name, mode), aims in COMPILED[device].items():
+        make = compiled.MODELS[device][name]
+        chosen = lambda way, aims=aims: way.startswith(("plain", "norms")) or way in aims
+        found = compiled.run(name, make, device=device, seconds=seconds, chosen=chosen, mode=mode)
+        over = "plain, compiled" if mode is None else f"plain, {mode}"
+        yield from rows("compiled", name, found["rows"], "to_compiled", over, aims)
+
+
+def peers(device: str, seconds: float) -> Iterator[Row]:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    for name, make in list((norms.CUDA if device == "cuda" else norms.CPU).items())[:2]:
+        found = norms.run(name, make, device=device, dtype=dtype, seconds=seconds)
+        others = [row for row in found["rows"] if "to_plain" in row and not row["way"].startswith("unsum, first")]
+        yield from rows("peers", name, others, "to_plain", "plain", dict.fromkeys(row["way"] for row in others))
+
+
+PARTS: dict[str, Callable[[str, float], Iterator[Row]]] = {"eager": eager, "compiled": traced, "peers": peers}
+
+
+def rows(
+    part: str, model: str, found: list[dict[str, Any]], ratio: str, over: str, aims: dict[str, float | None]
+) -> Iterator[Row]:
+    for row in found:
+        if row["way"] in aims or row["way"] in NOISE:
+            yield Row(
+                part, model, row["way"], over, **row[ratio], memory=row.get("memory"), aim=aims.get(row["way"])
+            )  # fmt: skip
+
+
+def table(result: dict[str, Any]) -> str:
+    """The table as it stands in docs/cost.md."""
+    lines = [", ".join(f"{key} {value}" for key, value in result["machine"].items()) + ".", ""]
+    lines += ["| model | what | over | ratio | quartiles | peak memory | aim |", "|---|---|---|---|---|---|---|"]
+    for row in result["rows"]:
+        memory = "" if row["memory"] is None else f"{row['memory']:.2f}×"
+        aim = "" if row["aim"] is None else f"{row['aim']:.2f}×" + ("" if row["median"] <= row["aim"] else ", missed")
+        quartiles = f"{row['low']:.2f}, {row['high']:.2f}"
+        cells = [row["model"], row["what"], row["over"], f"{row['median']:.2f}×", quartiles, memory, aim]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = options_of(__doc__)
+    parser.add_argument("--part", choices=[*PARTS], help="only this one; the file keeps its other rows")
+    options = parsed(parser)
+    warnings.simplefilter("ignore")
+    random.seed(0)
+    kept: list[dict[str, Any]] = []
+    if options.part and options.json and options.json.exists():
+        kept = [row for row in json.loads(options.json.read_text())["rows"] if row["part"] != options.part]
+    about = machine(options.device)
+    for part, run in PARTS.items():
+        if options.part not in (None, part):
+            continue
+        try:
+            for row in run(options.device, options.seconds or (3 if options.quick else 15)):
+                kept.append(asdict(row))
+                print(f"{row.model} | {row.what}: {row.median:.3f} ({row.low:.3f}, {row.high:.3f})", flush=True)
+                order = {name: k for k, name in enumerate(PARTS)}
+                kept.sort(key=lambda row: order[row["part"]])
+                write(options.json, {"machine": about, "device": options.device, "rows": kept})
+        except (ImportError, torch.OutOfMemoryError) as error:
+            print(f"{part}: {reason(error)}", flush=True)
+        gc.unfreeze()
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()
