@@ -44,7 +44,7 @@ def save(curvature: Curvature, path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> Curvature:
-    """Read a curvature that `c.save` wrote. Nothing is unpickled: a file from elsewhere can do no harm.
+    """Read a curvature that `c.save` wrote. Nothing is unpickled, so loading a file executes no code.
 
     Examples:
         >>> import tempfile, unsum
