@@ -201,7 +201,7 @@ class Gradients:
         shares = [group.shares.get(key, GroupFactors(group.n)) for group in groups]
         if any(share.is_changed() for share in shares):
             raise NotAvailable(
-                f"{name}: a tensor that it met was changed in place since the backward.",
+                f"{name}: a tensor among its factors was changed in place since the backward.",
                 write=["model(x.clone())", f"g[{name!r}].per_sample()  # before the tensor is changed"],
             )
         nobodys = [group.nobodys[key] for group in groups if key in group.nobodys]
@@ -232,8 +232,8 @@ class Gradients:
 
     def __reduce__(self) -> str:
         raise TypeError(
-            "what a block has found belongs to its model and its graph, and cannot be copied or pickled.\n"
-            "  save what you read of it: g.norms(), g.per_sample(), g[reducer].matrix(), ..."
+            "the results of a block belong to its model and its graph, and cannot be copied or pickled.\n"
+            "  save what you read from it: g.norms(), g.per_sample(), g[reducer].matrix(), ..."
         )
 
     def coverage(self) -> Table:

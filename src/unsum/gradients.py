@@ -96,7 +96,9 @@ def gradients(
     """
     for reducer in reducers:
         if not isinstance(reducer, Reducer) or isinstance(reducer, type):
-            raise OptionError(f"{reducer!r} is no reducer: give one with begin, take and end, such as unsum.Norms()")
+            raise OptionError(
+                f"{reducer!r} is not a reducer: give an object with begin, take and end, such as unsum.Norms()"
+            )
     if len({id(reducer) for reducer in reducers}) < len(reducers):
         raise OptionError("the same reducer is given twice: make one for each place")
     for option, value in (("verify", verify), ("grad", grad), ("keep", keep), ("strict", strict)):

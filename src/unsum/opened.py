@@ -94,7 +94,7 @@ def _close_unheld(block: _Block[Any], name: str) -> None:
     with contextlib.suppress(UnsumError):  # that a site never fired, say: there is nobody to tell
         block.__exit__(None, None, None)
     warnings.warn(
-        f"{name}: the block was open when nothing held it any more, and is closed now.\n"
-        f"  hold it, and close it: block = {name}(...); found = block.open(); ...; block.close()",
+        f"{name}: no reference to the open block was left, so it was closed.\n"
+        f"  keep a reference and close it: block = {name}(...); found = block.open(); ...; block.close()",
         stacklevel=2,
     )

@@ -194,7 +194,7 @@ def _number(metric: Metric, output: Any) -> float:
     except (TypeError, ValueError):
         raise OptionError(f"metric gave a {type(value).__name__}; it must give one number") from None
     if math.isnan(found):
-        raise OptionError("metric gave NaN: a sweep has nothing to compare")
+        raise OptionError("metric gave NaN: a sweep cannot compare it")
     return found
 
 

@@ -86,7 +86,7 @@ def fit(
     examples = Examples(data, batch_size=batch_size, what="fit")
     if kind == "ekfac" and examples.is_once:
         raise OptionError(
-            "fit: EK-FAC reads the data twice, and this is an iterator, which gives everything once.\n"
+            "fit: EK-FAC reads the data twice, and an iterator can be read only once.\n"
             "  give a list, a Dataset or a DataLoader, or kind='kfac'"
         )
     if resume is not None and (examples.is_once or examples.is_shuffled):

@@ -314,7 +314,7 @@ def ggn(
     examples = Examples(data, batch_size=batch_size, what="ggn")
     if examples.is_once:
         raise OptionError(
-            "ggn: the data is read in every product, and this is an iterator, which gives everything once.\n"
+            "ggn: the data is read in every product, and an iterator can be read only once.\n"
             "  give a list, a Dataset or a DataLoader: list(data)"
         )
     return GaussNewton(model, examples, likelihood, params, seed)

@@ -229,7 +229,7 @@ class Captured:
         return spot.kind in ("input", "grad_input") and path != () and other_name(spot.place, path) == spot.path
 
     def __reduce__(self) -> str:
-        raise TypeError("what was captured cannot be copied or pickled as it is; take dict(got.items())")
+        raise TypeError("a capture cannot be copied or pickled; copy dict(got.items()) instead")
 
     def _why_nothing(self, site: Site, places: list[Place]) -> str:
         reason = why(self._flow, places[0], site)

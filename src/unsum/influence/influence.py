@@ -127,7 +127,7 @@ def _in_order(data: Any, batch_size: int, what: str) -> Examples:
     examples = Examples(data, batch_size=batch_size, what=what)
     if examples.is_shuffled:
         raise OptionError(
-            f"{what}: this DataLoader shuffles, so that nobody could tell which example a score belongs to.\n"
+            f"{what}: this DataLoader shuffles, so the scores could not be assigned to examples.\n"
             "  make it with shuffle=False, and no random sampler"
         )
     return examples

@@ -70,7 +70,7 @@ class Private:
         before_step(optimizer, self._before_optimizer)
         if missing := self._covered.missing():
             warnings.warn(
-                f"unsum.private: the optimizer has not got {listed(missing)}: trainable parameters that it will not "
+                f"unsum.private: the optimizer does not have {listed(missing)}: trainable parameters that it will not "
                 "train; they are not clipped, and get no gradient",
                 stacklevel=3,
             )
@@ -111,7 +111,7 @@ class Private:
         """A loader begins."""
         if self._seen:
             raise OptionError(
-                "unsum.private: a batch was clipped, and the loader began anew before its step.",
+                "unsum.private: a batch was clipped, and the loader started again before dp.step().",
                 write="dp.step()  # after every batch",
             )
         self._part = None
