@@ -161,7 +161,8 @@ class Gradients:
         if parameter is None:
             if name in self.names.parameters:
                 raise KeyError(f"{name}: frozen (requires_grad=False), or not chosen by params=")
-            raise KeyError(f"{name}: no such parameter; there are: {', '.join(list(self.parameters)[:8])}, ...")
+            more = ", ..." if len(self.parameters) > 8 else ""
+            raise KeyError(f"{name}: no such parameter; there are: {', '.join(list(self.parameters)[:8])}{more}")
         return self._factors(name, parameter)
 
     def keep_reducer(self, reducer: Any) -> None:

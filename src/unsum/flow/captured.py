@@ -234,9 +234,9 @@ class Captured:
     def _why_nothing(self, site: Site, places: list[Place]) -> str:
         reason = why(self._flow, places[0], site)
         if self._flow.is_open and self._flow.calls.count(places[0]) and reason.startswith("no "):
-            reason = "nothing has come yet"
+            reason = "no backward has reached it yet"
         is_value = not site.kind.startswith("grad")
         if is_value and site.call is None and (entries := self._by_place.get((places[0], site.kind))):
             reason = f"it has no {format_path(site.path)}; what was captured there: {self._name(entries[0])!r}, ..."
         have = ", ".join(map(repr, self.keys()[:8])) or "nothing"
-        return f"{site}: nothing was captured: {reason}\n  captured so far: {have}"
+        return f"{site}: no value: {reason}\n  captured so far: {have}"
