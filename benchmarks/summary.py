@@ -4,8 +4,8 @@
 
 The models and ways are those of quantities.py (eager), compiled.py (compiled, also with CUDA graphs) and norms.py
 (peers), each run by its own script's code in this process: medians and quartiles of ratios to the plain step of the
-same repetition, with the plain step against itself as the noise. `--part` runs one of the three and keeps the others' rows
-that the file has, for a machine that is lent by the minute.
+same repetition, with the plain step against itself as the noise. `--part` runs one of the three and keeps the rows of
+the others that the file has, for a machine that is lent by the minute.
 """
 
 from __future__ import annotations

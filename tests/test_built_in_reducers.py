@@ -47,7 +47,7 @@ def test_with_reducers_nothing_is_kept_unless_asked():
     with unsum.gradients(model, unsum.Norms(), keep=True) as g:
         scalar(model, SEQUENCES).backward()
     torch.testing.assert_close(g[unsum.Norms].norms(), g.norms())
-    with pytest.raises(unsum.errors.OptionError, match="no reducer"):
+    with pytest.raises(unsum.errors.OptionError, match="not a reducer"):
         unsum.gradients(model, unsum.Norms)
     norms = unsum.Norms()
     with unsum.gradients(model, norms):

@@ -39,7 +39,7 @@ def test_values_are_readable_inside_the_block_as_soon_as_they_are_there(net):
             got["fc1:output"]
         out = net(X)
         assert got["fc1:output"].shape == (5, 6, 3)
-        with pytest.raises(KeyError, match="nothing has come yet"):
+        with pytest.raises(KeyError, match="no backward has reached it yet"):
             got["fc1:grad_output"]
         out.sum().backward()
         assert got["fc1:grad_output"].shape == (5, 6, 3)

@@ -65,7 +65,7 @@ def test_a_block_that_nobody_holds_is_closed_with_a_warning(kind: str) -> None:
     model = net()
     held = [blocks(model)[kind]]
     held[0].open()
-    with pytest.warns(UserWarning, match=f"unsum.{kind}: the block was open"):
+    with pytest.warns(UserWarning, match=f"unsum.{kind}: no reference to the open block"):
         held.clear()
     assert not unsum.seams.here()
 

@@ -322,7 +322,7 @@ def test_optimizers_with_other_parameters_are_refused_and_with_fewer_are_told():
         unsum.private(model, torch.optim.SGD([*model.parameters(), *other.parameters()]), **options)
     with pytest.raises(OptionError, match="Optimizer"):
         unsum.private(model, model.parameters(), **options)
-    with pytest.warns(UserWarning, match=r"not got 0.weight, 0.bias"):
+    with pytest.warns(UserWarning, match=r"not have 0.weight, 0.bias"):
         dp = unsum.private(model, torch.optim.SGD(model[2].parameters(), lr=1.0), **options)
     assert "not in the optimizer (not trained): 0.weight, 0.bias" in str(dp)
     with dp:

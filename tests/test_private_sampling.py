@@ -207,7 +207,7 @@ def test_a_batch_without_a_step_is_refused():
         for batch in dp.loader(Rows()):
             with dp:
                 F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum").backward()
-    with pytest.raises(OptionError, match="began anew"):
+    with pytest.raises(OptionError, match="started again"):
         next(iter(dp.loader(Rows())))
     with pytest.raises(SamplesError, match="0 samples"):
         dp = made(mlp())

@@ -382,5 +382,5 @@ def _refuse(names: Names) -> None:
         if type(parameter).__name__ == "DTensor":
             raise UnsupportedError(
                 f"{name} is a DTensor, spread over several processes (tensor parallel): per-sample gradients need "
-                "whole parameters.\n  fully_shard (FSDP2) is served, and so is DDP"
+                "whole parameters.\n  fully_shard (FSDP2) and DDP are supported"
             )

@@ -167,23 +167,24 @@ def capture(
 ) -> Opened[Captured]:
     """Read what flows at sites of `model` while the block is open.
 
-    Nothing that the model computes is changed: outputs and gradients are bit for bit those of a run without.
+    A capture does not change what the model computes: outputs and gradients are bit for bit those of a run without it.
 
     Args:
         model: Any module, also wrapped or compiled; None where all sites are tensors named with `unsum.mark`.
         sites: Where: `"fc1:input"`, `"blocks.*.mlp:grad_output"`, `(nn.Linear, "output")`, `"fc1.weight:grad"`;
             `"mark:y:output"` for a tensor that `unsum.mark` names "y", without a model also `"y:output"`. A list of
-            sites is taken, too.
-        keep: "reference" keeps the tensor itself, detached, and refuses to show it once it was changed in place;
-            "clone" copies it; "graph" keeps it attached, so that a loss can be put on it.
-        to: On which device to keep it. From CUDA to the CPU the copy does not wait.
-        dtype: As what to keep it.
+            sites is also accepted.
+        keep: "reference" keeps the tensor itself, detached; reading it raises `SiteError` if it was changed in place
+            since. "clone" copies it. "graph" keeps it attached to the graph, so that a loss can be put on it.
+        to: The device to keep the tensor on. From CUDA to the CPU the copy is asynchronous.
+        dtype: The dtype to keep it in.
         slice: Keep `tensor[slice]` only.
-        reduce: Keep only what this callable makes of the tensor, or "norm", "mean" (both NaN where there is a NaN), or
-            "finite" (how many elements are NaN or infinite).
-        missing: "ignore" accepts sites that never fire; "error" says at the end which and why.
+        reduce: Keep only what this function of the tensor returns; or "norm", "mean" (both are NaN if an element is),
+            or "finite" (how many elements are NaN or infinite).
+        missing: "error" raises `SiteError` at the end of the block for sites that never fired, with the reason;
+            "ignore" accepts them.
         stop: Leave the block as soon as every site has fired.
-        scaler: A GradScaler whose scale is to be taken out of the gradients.
+        scaler: A GradScaler; gradients are divided by its scale.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))

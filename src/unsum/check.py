@@ -32,7 +32,7 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Checked:
-    """What a check has found. It prints as a table, and shows itself as one in a notebook.
+    """The result of `unsum.check`. It prints as a table, and shows itself as one in a notebook.
 
     Examples:
         >>> import torch, unsum
@@ -53,7 +53,7 @@ class Checked:
 
     @property
     def worst(self) -> Row | None:
-        """The parameter that is furthest off."""
+        """The row of the parameter with the largest error."""
         return max(self.rows, key=lambda row: row.error, default=None)
 
     def __str__(self) -> str:
@@ -88,16 +88,16 @@ class Checked:
 
 
 def check(model: nn.Module, loss_fn: LossFunction, batch: Any, *, samples: Samples | Tensor | None = None) -> Checked:
-    """Compare the gradients per sample with plain autograd, which differentiates each sample's loss by itself.
+    """Compare per-sample gradients with plain autograd, which differentiates each sample's loss separately.
 
-    Nothing of the model's is changed: gradients, buffers and random numbers are set aside meanwhile.
+    The model does not change: `.grad`, buffers and random numbers are restored.
 
     Args:
         model: Any module.
         loss_fn: `loss_fn(model, batch)` returns one loss for each sample, (n,).
-        batch: What the loss function takes. Where all its tensors can be sliced at dimension 0, it is also run with
-            other samples' rows in the place of some, and each sample alone: a loss that then differs means that
-            samples interact.
+        batch: What the loss function takes. If all its tensors can be sliced at dimension 0, `check` also runs it with
+            some samples' rows replaced by others', and with each sample alone: if a loss then differs, samples
+            interact.
         samples: Where the samples are, as in `unsum.gradients`.
 
     Examples:

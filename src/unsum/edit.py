@@ -280,17 +280,19 @@ def edit(
 ) -> Opened[Edit]:
     """Change what flows at sites of `model` while the block is open.
 
-    Gradients follow the edited values. An edited output may be differentiated after the block, but not inside a
-    checkpoint; a gradient edit may not.
+    Gradients follow the edited values. Call `backward` inside the block if you edit gradients, or edit inside a
+    checkpoint; after an edit of an output elsewhere, `backward` may also run after the block.
 
     An edited value that neither what the model returns nor a loss depends on (attention weights that the model drops)
-    gives the warning `unsum.errors.UnreadEdit`. It is found by the graph: where gradients are off, nothing is said.
+    gives the warning `unsum.errors.UnreadEdit`. unsum finds it in the graph, so there is no warning where gradients
+    are off.
 
     Args:
         model: Any module, also wrapped or compiled; None where all sites are tensors named with `unsum.mark`.
         edits: For each site (written as in `capture`) a verb (`unsum.scale(2.0)`), a function from a tensor to a tensor
-            of the same shape, dtype and device, or a list of them, done in order.
-        missing: "ignore" accepts sites that are never reached; "error" says at the end which and why.
+            of the same shape, dtype and device, or a list of them, applied in order.
+        missing: "error" raises `SiteError` at the end of the block for sites that were never reached, with the reason;
+            "ignore" accepts them.
         scaler: A GradScaler; gradients are edited without its scale.
 
     Examples:

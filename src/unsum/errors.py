@@ -1,24 +1,24 @@
 """Every error that unsum raises on purpose, and its warning.
 
 UnsumError
-├── SiteError            a place that is not there, was never reached, or was changed underneath
-│   └── UnknownSite      … asked of what was captured (also a KeyError)
-├── OptionError          an option that makes no sense (also a ValueError)
+├── SiteError            a site that does not exist, never fired, or whose value was changed in place
+│   └── UnknownSite      … read from a capture that does not hold it (also a KeyError)
+├── OptionError          an argument with a value that is not allowed (also a ValueError)
 │   └── NotInstalled     … a package that an option needs is absent (also an ImportError)
-├── VerbError            a verb that does not fit the tensor it meets (also a ValueError)
+├── VerbError            a verb that does not fit the tensor at the site (also a ValueError)
 ├── SamplesError         per-sample gradients cannot be computed, or not in this way
-│   ├── UnknownSamples   which sample a row belongs to cannot be told
+│   ├── UnknownSamples   unsum cannot tell which sample a row belongs to
 │   ├── BadSamples       samples= or mark_samples got something that names no samples (also an OptionError)
 │   ├── WrongCount       more or fewer losses, weights or rows than samples (also a ValueError)
 │   ├── WrongShape       a tensor that does not have the shape of its parameter or output (also a ValueError)
 │   ├── EmptyData        data without a single sample (also a ValueError)
-│   ├── NoGradient       losses that do not depend on any parameter that is trained
+│   ├── NoGradient       losses that depend on no trained parameter
 │   ├── NoBackward       no backward ran inside the block, or one ran outside that belongs inside
 │   ├── BackwardOrder    a second backward, or one in another order than a reducer can use
 │   ├── NotAvailable     a read that these gradients do not have: positions, outer products, what was not kept
 │   └── NotFinite        a loss or a gradient that is NaN or infinite
-├── InteractionError     samples interact, so that a gradient per sample is not what it seems
-└── UnsupportedError     something that unsum refuses by name rather than get it wrong
+├── InteractionError     samples interact: a per-sample gradient is not what the sample alone would give
+└── UnsupportedError     an operation, tensor or mode that unsum does not support
 
 UnreadEdit               a warning: nothing that the model returned, and no loss, depends on an edited value
 
@@ -42,7 +42,7 @@ from collections.abc import Sequence
 
 
 class UnsumError(Exception):
-    """The root of everything that unsum raises on purpose.
+    """The base class of all errors that unsum raises on purpose.
 
     Args:
         what: What happened, in a sentence or two.
@@ -58,18 +58,18 @@ class UnsumError(Exception):
 
 
 class SiteError(UnsumError):
-    """A place that is not there, was never reached, or was changed underneath."""
+    """A site that does not exist, never fired, or whose value was changed in place since it was captured."""
 
 
 class UnknownSite(SiteError, KeyError):
-    """A site that was asked of a capture which does not hold it."""
+    """A site that is read from a capture which does not hold it."""
 
     # KeyError shows the repr of its argument, which would put the whole message on one line.
     __str__ = Exception.__str__
 
 
 class OptionError(UnsumError, ValueError):
-    """An option that makes no sense."""
+    """An argument has a value that is not allowed."""
 
 
 class NotInstalled(OptionError, ImportError):
@@ -77,7 +77,7 @@ class NotInstalled(OptionError, ImportError):
 
 
 class VerbError(UnsumError, ValueError):
-    """A verb that does not fit the tensor it meets; inside an edit, a SiteError that names the site."""
+    """A verb does not fit the tensor at the site; inside an edit it becomes a SiteError that names the site."""
 
 
 class SamplesError(UnsumError):
@@ -85,7 +85,7 @@ class SamplesError(UnsumError):
 
 
 class UnknownSamples(SamplesError):
-    """Which sample a row, a position or a part of a gradient belongs to cannot be told."""
+    """unsum cannot tell which sample a row, a position or a part of a gradient belongs to."""
 
 
 class BadSamples(SamplesError, OptionError):
@@ -105,7 +105,7 @@ class EmptyData(SamplesError, ValueError):
 
 
 class NoGradient(SamplesError):
-    """The losses do not depend on any parameter that is trained."""
+    """The losses depend on no trained parameter."""
 
 
 class NoBackward(SamplesError):
@@ -117,7 +117,7 @@ class BackwardOrder(SamplesError):
 
 
 class NotAvailable(SamplesError):
-    """A read that these gradients do not have: they have no positions, are no outer products, or were not kept."""
+    """A read that these gradients do not have: they have no positions, are not outer products, or were not kept."""
 
 
 class NotFinite(SamplesError):
@@ -125,11 +125,11 @@ class NotFinite(SamplesError):
 
 
 class InteractionError(UnsumError):
-    """Samples interact, so that a gradient per sample is not what it seems."""
+    """Samples interact: a per-sample gradient is not what the sample alone would give."""
 
 
 class UnsupportedError(UnsumError):
-    """Something that unsum refuses by name rather than get it wrong."""
+    """An operation, tensor or mode that unsum does not support; the message names it."""
 
 
 class UnreadEdit(UserWarning):

@@ -46,8 +46,8 @@ class Group:
 
 
 class Gradients:
-    """The per-sample gradients so far: `g[name]` for one parameter, `g.norms()` and the like for all, `g[reducer]` for
-    what a reducer has made of them. What is added over parameters (`norms`, `sq_norms`, `dot`) is float64.
+    """Per-sample gradients of a block: `g[name]` for one parameter, `g.norms()` and others over all parameters,
+    `g[reducer]` for the result of a reducer. Sums over parameters (`norms`, `sq_norms`, `dot`) are float64.
 
     Examples:
         >>> import torch, unsum
@@ -154,14 +154,15 @@ class Gradients:
         return name in self.parameters
 
     def __getitem__(self, name: Any) -> Any:
-        """The factors of a parameter, by name; a reducer, by itself or by its class."""
+        """The factors of the parameter with this name; or a reducer, given the object or its class."""
         if not isinstance(name, str):
             return self._reducer(name)
         parameter = self.parameters.get(name)
         if parameter is None:
             if name in self.names.parameters:
                 raise KeyError(f"{name}: frozen (requires_grad=False), or not chosen by params=")
-            raise KeyError(f"{name}: no such parameter; there are: {', '.join(list(self.parameters)[:8])}, ...")
+            more = ", ..." if len(self.parameters) > 8 else ""
+            raise KeyError(f"{name}: no such parameter; there are: {', '.join(list(self.parameters)[:8])}{more}")
         return self._factors(name, parameter)
 
     def keep_reducer(self, reducer: Any) -> None:
@@ -201,7 +202,7 @@ class Gradients:
         shares = [group.shares.get(key, GroupFactors(group.n)) for group in groups]
         if any(share.is_changed() for share in shares):
             raise NotAvailable(
-                f"{name}: a tensor that it met was changed in place since the backward.",
+                f"{name}: a tensor among its factors was changed in place since the backward.",
                 write=["model(x.clone())", f"g[{name!r}].per_sample()  # before the tensor is changed"],
             )
         nobodys = [group.nobodys[key] for group in groups if key in group.nobodys]
@@ -232,13 +233,13 @@ class Gradients:
 
     def __reduce__(self) -> str:
         raise TypeError(
-            "what a block has found belongs to its model and its graph, and cannot be copied or pickled.\n"
-            "  save what you read of it: g.norms(), g.per_sample(), g[reducer].matrix(), ..."
+            "the results of a block belong to its model and its graph, and cannot be copied or pickled.\n"
+            "  save what you read from it: g.norms(), g.per_sample(), g[reducer].matrix(), ..."
         )
 
     def coverage(self) -> Table:
         """A table: each parameter, its share of all elements, the operations at which it met data (with module and
-        place in the graph), how its gradients were obtained, and how many numbers they are for one sample."""
+        node number), the rule that gave its gradients or "replay", and how many numbers are held for one sample."""
         return table(*self.coverage_rows())
 
     def coverage_rows(self) -> tuple[list[tuple[str, ...]], str]:
@@ -249,14 +250,15 @@ class Gradients:
 
     @property
     def ids(self) -> Tensor:
-        """The samples' ids, in the order of all results."""
+        """The ids of the samples, in the order of all results."""
         groups = self._ordered()
         if self._samples.ids is not None:
             return torch.cat([group.ids for group in groups if group.ids is not None])
         return torch.arange(sum(group.n for group in groups))
 
     def sq_norms(self) -> Tensor:
-        """(n,): over all parameters; with reducers, from one of them that has squared norms."""
+        """(n,): squared norms of the per-sample gradients over all parameters. With reducers, one of them must have
+        squared norms (`unsum.Norms`)."""
         if not self._keep:
             known = [reducer for reducer in self._reducers if getattr(reducer, "wants", None) == SQ_NORMS]
             if known and self._groups:
@@ -265,12 +267,12 @@ class Gradients:
         return torch.stack(parts).sum(0) if parts else torch.zeros(len(self.ids), dtype=torch.float64)
 
     def norms(self) -> Tensor:
-        """(n,): over all parameters."""
+        """(n,): norms of the per-sample gradients over all parameters."""
         return self.sq_norms().sqrt()
 
     def dot(self, other: Gradients | Mapping[str, Tensor]) -> Tensor:
         """(n, m): inner products with every sample of `other`, over all parameters. `other` may also be
-        {parameter: (m, *shape)}, or {parameter: tensor}, which gives (n,); what it does not name counts as zero."""
+        {parameter: (m, *shape)}, or {parameter: tensor}, which gives (n,); parameters that it lacks count as zero."""
         if isinstance(other, Gradients):
             return torch.stack([self[name].dot(other[name]).real.double() for name in self]).sum(0)
         if not isinstance(other, Mapping):
@@ -302,15 +304,15 @@ class Gradients:
         return torch.stack(parts).sum(0)
 
     def sum(self) -> dict[str, Tensor]:
-        """{parameter: sum over samples}."""
+        """{parameter: the sum over samples}."""
         return {name: self[name].sum() for name in self}
 
     def per_sample(self) -> dict[str, Tensor]:
-        """{parameter: (n, *shape)}."""
+        """{parameter: per-sample gradients (n, *shape)}."""
         return {name: self[name].per_sample() for name in self}
 
     def weighted_sum(self, w: Tensor) -> dict[str, Tensor]:
-        """{parameter: Σ w_n G_n}."""
+        """{parameter: Σ w_n G_n}, for weights `w` of shape (n,)."""
         return {name: self[name].weighted_sum(w) for name in self}
 
 

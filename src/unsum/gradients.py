@@ -19,8 +19,8 @@ from unsum.step.backward import Options
 
 
 def mark_samples(tensor: Tensor) -> Tensor:
-    """Say that dimension 0 of this tensor is the samples, for the open `gradients` blocks. Returns the tensor; where no
-    block is open, or gradients are off, it does nothing else.
+    """Tell the open `gradients` blocks that dimension 0 of this tensor is the samples, and return the tensor. Without
+    an open block, or with gradients off, it only returns the tensor.
 
     Examples:
         >>> import torch
@@ -61,27 +61,28 @@ def gradients(
     keep: bool = False,
     strict: bool = False,
 ) -> Opened[Gradients]:
-    """The gradient of every sample, for every parameter of any model, from the graph that `backward` walks.
+    """Per-sample gradients of every parameter of any model, from the graph that `backward` walks.
 
     Args:
         model: Any module that is called inside the block.
-        reducers: `unsum.Norms()` and the like: they consume the gradients while backward runs, and nothing is kept.
+        reducers: Objects such as `unsum.Norms()`: they consume the gradients while backward runs, and no factors are
+            kept.
         samples: Where the samples are: dimension 0 (None), `unsum.dim(k)`, `unsum.packed(cu_seqlens)`, or ids of shape
             (rows,) or (rows, positions); -1 for rows that belong to no sample.
-        engine: "auto" factors gradients by rules where one is known and holds on this model, and remembers what it has
-            learnt of a layout; "graph" calls the graph's own nodes again for each sample, in every backward anew, and
-            needs no rule.
-        interacting: "error" refuses models in which samples interact; "exact" gives the derivative of each sample's
-            part of the loss all the same.
-        verify: True runs the model some times more without gradients, with other samples' inputs, and refuses samples
-            that interact though the graph shows no trace of it (detached statistics of the batch, mixup).
-        loss_reduction: "mean" says that the loss was a mean over samples, and gives the gradients of each sample's own.
-        params: A glob that chooses parameters by name, or a list of globs.
-        grad: False leaves every `.grad` as it was.
-        scaler: A GradScaler whose scale is to be taken out.
-        keep: True keeps the factors though there are reducers.
-        strict: True makes a rule that does not give what torch gives an error; else it is a warning, and the node is
-            called again for each sample instead.
+        engine: "auto" uses a rule where there is one that agrees with torch on this model, and reuses what it learned
+            about the graph. "graph" calls the graph's own nodes again for each sample in every backward, without rules.
+        interacting: "error" raises `InteractionError` if samples interact inside the model; "exact" accepts it and
+            gives the derivative of each sample's part of the loss.
+        verify: True runs the model a few more times without gradients, with other samples' inputs, and raises an error
+            if samples interact without a trace in the graph (detached statistics of the batch, mixup).
+        loss_reduction: "mean" says that the loss is a mean over samples; the gradients are then those of each sample's
+            own loss.
+        params: A glob of parameter names, or a list of globs: only these parameters.
+        grad: False leaves every `.grad` unchanged.
+        scaler: A GradScaler; gradients are divided by its scale.
+        keep: True keeps the factors although there are reducers.
+        strict: True raises an error if a rule disagrees with torch. False warns, and calls the node again for each
+            sample instead.
 
     Examples:
         >>> import torch
@@ -95,7 +96,9 @@ def gradients(
     """
     for reducer in reducers:
         if not isinstance(reducer, Reducer) or isinstance(reducer, type):
-            raise OptionError(f"{reducer!r} is no reducer: give one with begin, take and end, such as unsum.Norms()")
+            raise OptionError(
+                f"{reducer!r} is not a reducer: give an object with begin, take and end, such as unsum.Norms()"
+            )
     if len({id(reducer) for reducer in reducers}) < len(reducers):
         raise OptionError("the same reducer is given twice: make one for each place")
     for option, value in (("verify", verify), ("grad", grad), ("keep", keep), ("strict", strict)):

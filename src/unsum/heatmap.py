@@ -85,7 +85,7 @@ def signed(value: float) -> str:
 
 
 class Heatmap:
-    """What `unsum.heatmap` gives: it shows itself in a notebook, and `.save("tokens.html")` writes a page.
+    """The result of `unsum.heatmap`: it shows itself in a notebook, and `.save("tokens.html")` writes a page.
 
     Examples:
         >>> heatmap(["a"], [1.0])
@@ -134,14 +134,14 @@ class Heatmap:
 def heatmap(
     tokens: Sequence[str] | Sequence[Sequence[str]], values: Tensor | Sequence[Any], *, label: str = "value"
 ) -> Heatmap:
-    """Tokens coloured by a value each, warm above 0 and blue below it; shows itself in a notebook.
+    """Colour each token by a value: warm above 0, blue below. The result shows itself in a notebook.
 
     Args:
-        tokens: The strings of one text, or a list of such lists, which share one scale. Where none has a space at an
-            end, they are words and get spaces between them: `[tokenizer.decode(i) for i in ids]` has its own.
-        values: One number for each token: (tokens,), or for several texts (texts, tokens), or a list for each. What
-            comes after the end of a text that is shorter (padding) is left out.
-        label: What the numbers are.
+        tokens: The strings of one text, or a list of such lists, which share one scale. If no token begins or ends with
+            a space, they count as words and get spaces between them; `[tokenizer.decode(i) for i in ids]` has spaces.
+        values: One number for each token: (tokens,), or for several texts (texts, tokens), or a list for each. Values
+            after the end of a shorter text (padding) are ignored.
+        label: The name of the numbers.
 
     Examples:
         >>> import torch

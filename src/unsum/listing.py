@@ -206,11 +206,11 @@ def sites(model: nn.Module, *asked: Asked, batch: Any = None, fold: bool = True)
     Args:
         model: Any module.
         asked: Patterns, as `unsum.capture` takes them.
-        batch: Runs the model once, without gradients, and shows the shape of what each module returned: a tensor is its
-            one argument, a tuple or list its arguments, a mapping its keyword arguments. Buffers and random numbers are
-            put back. "-": the module was not called, or returned no tensor.
-        fold: Whether the table shows numbered blocks that are alike once (same types, names, shapes of parameters and
-            outputs). The names that one iterates over are always all of them.
+        batch: Input for one run of the model without gradients; the table then shows the shape of what each module
+            returned. A tensor is the one argument, a tuple or list the arguments, a mapping the keyword arguments.
+            Buffers and random numbers are restored. "-": the module was not called, or returned no tensor.
+        fold: Whether the table shows identical numbered blocks once (same types, names, shapes of parameters and
+            outputs). Iteration always gives every name.
 
     Examples:
         >>> print(sites(nn.Sequential(nn.Linear(2, 3), nn.ReLU())))

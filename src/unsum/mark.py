@@ -14,9 +14,9 @@ def mark(tensor: Tensor, name: str) -> Tensor:
     Use what it returns. Costs nothing while no such block is open.
 
     Beside sites of a model, a mark's site begins with `mark:`, as in `capture(model, "fc1:output", "mark:y:output")`.
-    So no name is both a module's and a mark's, and a misspelt module is an error when the block opens. A mark's name
-    becomes known when `mark` is called: a name that no tensor was given is an error when the block ends. Without a
-    model, `capture(None, "y:output")` is enough.
+    So a mark cannot be confused with a module. A misspelt module is an error when the block opens. A mark's name is
+    known only when `mark` is called, so a mark that was never made is an error when the block ends. Without a model,
+    write `capture(None, "y:output")`.
 
     Examples:
         >>> import torch, unsum

@@ -22,10 +22,10 @@ class _Block(Protocol[Found]):
 
 
 class Opened(Generic[Found]):
-    """A block of `unsum.capture`, `unsum.edit` or `unsum.gradients`: `with block as found:`, or, where the begin and
-    the end of a step are two functions (a trainer's callbacks), `found = block.open()` and `block.close()`.
+    """A block of `unsum.capture`, `unsum.edit` or `unsum.gradients`: `with block as found:`. If a step begins and ends
+    in two different functions (callbacks of a trainer), call `found = block.open()` and `block.close()` instead.
 
-    `close` may be called twice. A block that is open while nobody holds it any more is closed, with a warning.
+    `close` may be called twice. An open block to which no reference is left is closed, with a warning.
 
     Examples:
         >>> import torch, unsum
@@ -49,18 +49,18 @@ class Opened(Generic[Found]):
 
     @property
     def is_open(self) -> bool:
-        """Whether the block sees what happens now."""
+        """Whether the block is open."""
         return self._finalizer is not None
 
     def open(self) -> Found:
-        """Open the block, and return what `with` would."""
+        """Open the block, and return what `with block as` gives."""
         if self._only_with is not None:
             raise OptionError(f"{self._name}: {self._only_with}")
         return self.__enter__()
 
     def close(self) -> None:
-        """Close the block; nothing happens if it is closed already. While an exception is under way (in a `finally`),
-        nothing of ours is raised in its place."""
+        """Close the block; nothing happens if it is closed already. While another exception propagates (in a
+        `finally`), `close` raises none of its own."""
         error = self.raised()
         self.__exit__(None if error is None else type(error), error, None)
 
@@ -105,7 +105,7 @@ def _close_unheld(block: _Block[Any], name: str) -> None:
     with contextlib.suppress(UnsumError):  # that a site never fired, say: there is nobody to tell
         block.__exit__(None, None, None)
     warnings.warn(
-        f"{name}: the block was open when nothing held it any more, and is closed now.\n"
-        f"  hold it, and close it: block = {name}(...); found = block.open(); ...; block.close()",
+        f"{name}: no reference to the open block was left, so it was closed.\n"
+        f"  keep a reference and close it: block = {name}(...); found = block.open(); ...; block.close()",
         stacklevel=2,
     )

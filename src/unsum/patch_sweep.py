@@ -31,7 +31,7 @@ Metric = Callable[[Any], Any]
 
 @dataclass(frozen=True, eq=False)
 class PatchSweep:
-    """What `unsum.patch_sweep` gives: it prints as a table, draws itself in a notebook, and saves its picture.
+    """The result of `unsum.patch_sweep`: it prints as a table, draws itself in a notebook, and saves its picture.
 
     Attributes:
         sites: The rows, in the order in which they fired.
@@ -55,7 +55,7 @@ class PatchSweep:
 
     @property
     def recovered(self) -> Tensor:
-        """(sites, positions): which share of the difference each patch brings back, 0 as corrupt and 1 as clean."""
+        """(sites, positions): the share of the difference that each patch restores: 0 is corrupt, 1 is clean."""
         if self.clean == self.corrupt:
             raise OptionError(
                 f"recovered: the metric is {self.clean:.6g} in the clean run and in the corrupt one, so there is no "
@@ -96,17 +96,17 @@ def patch_sweep(
     align: Mapping[int, int] | None = None,
 ) -> PatchSweep:
     """Activation patching over a grid: for each site and each position, run `corrupt` with the activation of `clean`
-    put in there alone, and note the metric. It takes sites × positions + 2 forwards, without gradients.
+    put in at that place alone, and record the metric. It takes sites × positions + 2 forwards, without gradients.
 
     Args:
-        model: Any module, also wrapped. Its two runs must have as many samples as each other, and as many positions
-            unless `align` is given.
+        model: Any module, also wrapped. Both runs must have the same number of samples, and the same number of
+            positions unless `align` is given.
         clean: The input whose activations are put in: a tensor, a tuple of arguments, or a mapping of keywords.
         corrupt: The input that is run with them.
-        sites: One site or a list: `"blocks.*.mlp:output"`, `(Block, "output")`, `"attn:output[0]"`. Dimension 1 of what
-            flows there are the positions.
-        metric: From the model's output to a number.
-        positions: Which of the corrupt run; None for all (with `align`: all that it names).
+        sites: One site or a list: `"blocks.*.mlp:output"`, `(Block, "output")`, `"attn:output[0]"`. Dimension 1 of the
+            tensor there is the position.
+        metric: A function from the model's output to one number.
+        positions: Positions of the corrupt run; None for all (with `align`: all that it names).
         align: {position of the clean run: position of the corrupt run}, for inputs of different lengths. Negative
             numbers count from the end of each: `{0: 0, -1: -1}`.
 
@@ -220,7 +220,7 @@ def _number(metric: Metric, output: Any) -> float:
     except (TypeError, ValueError):
         raise OptionError(f"metric gave a {type(value).__name__}; it must give one number") from None
     if math.isnan(found):
-        raise OptionError("metric gave NaN: a sweep has nothing to compare")
+        raise OptionError("metric gave NaN: a sweep cannot compare it")
     return found
 
 

@@ -64,7 +64,7 @@ _BY_IDS = "with unsum.gradients(model, samples=torch.tensor([0, 0, 1])) as g: ..
 
 
 def dim(k: int) -> Dim:
-    """Samples lie along dimension `k` of what the model is given and returns.
+    """Samples lie along dimension `k` of the model's inputs and outputs.
 
     Examples:
         >>> dim(1)
@@ -79,7 +79,7 @@ def dim(k: int) -> Dim:
 
 
 def packed(cu_seqlens: Tensor) -> Ids:
-    """Documents packed into one row (or rows, flattened), by where each begins and the last ends.
+    """Documents packed into one row (or flattened rows): `cu_seqlens` has the start of each and the end of the last.
 
     Examples:
         >>> packed(torch.tensor([0, 3, 5])).given

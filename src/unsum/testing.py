@@ -22,7 +22,7 @@ __all__ = ["assert_exact", "laws"]
 
 
 def assert_exact(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Checked:
-    """Assert that `unsum.check` finds nothing; with pytest, the fixture of the same name needs no import.
+    """Assert that `unsum.check` finds no difference; with pytest, the fixture of the same name needs no import.
 
     Examples:
         >>> import torch
@@ -32,19 +32,19 @@ def assert_exact(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Checked
     """
     found = check(model, loss_fn, batch)
     if not found.ok:
-        raise AssertionError(f"gradients per sample are not those of plain autograd: {found}")
+        raise AssertionError(f"per-sample gradients differ from those of plain autograd: {found}")
     return found
 
 
 def laws(make: Callable[[], tuple[nn.Module, Tensor]], rule: str | None = None, **options: Any) -> None:
-    """Assert that every read of every parameter's factors, and every reducer, gives what its dense twin gives: the
-    gradients that come from calling the graph's own nodes again, which needs no rule.
+    """Assert that every read of every parameter's factors, and every reducer, agrees with the gradients that replay
+    gives: replay calls the graph's own nodes again and needs no rule.
 
     Args:
         make: Returns a model in float64 and its input, the same each time. The loss is the sum of squares of what the
             model returns.
-        rule: The name of the rule that must have spoken at every parameter, such as "linear.addmm".
-        options: Of `unsum.gradients`, such as `samples=`.
+        rule: The name of the rule that must be used for every parameter, such as "linear.addmm".
+        options: Options of `unsum.gradients`, such as `samples=`.
 
     Examples:
         >>> def make():

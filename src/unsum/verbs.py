@@ -21,7 +21,7 @@ from unsum.part import Index, Part, broadcast, positions_of
 
 @dataclass(frozen=True)
 class Verb:
-    """An edit with a name. Call it with a tensor, or hand it to `unsum.edit`.
+    """A function from a tensor to a tensor, with a name. Call it with a tensor, or pass it to `unsum.edit`.
 
     Examples:
         >>> import unsum
@@ -115,7 +115,7 @@ def scale(c: float) -> Verb:
 
 
 def add(v: float | Tensor) -> Verb:
-    """Add `v`, a number or a tensor that broadcasts to the place.
+    """Add `v`, a number or a tensor that broadcasts to the tensor at the site.
 
     Examples:
         >>> add(1.0)(torch.tensor([1.0, 2.0]))
@@ -138,7 +138,7 @@ def clip(lo: float | None = None, hi: float | None = None) -> Verb:
 
 
 def clip_norm(c: float) -> Verb:
-    """Scale the tensor down to the Euclidean norm `c` if it is longer.
+    """Scale the tensor down to the Euclidean norm `c` if its norm is larger.
 
     Examples:
         >>> clip_norm(1.0)(torch.tensor([3.0, 4.0]))
@@ -159,7 +159,7 @@ def clip_norm(c: float) -> Verb:
 
 
 def zero() -> Verb:
-    """Put zeros there, also where there was NaN or infinity.
+    """Replace by zeros, also where there was NaN or infinity.
 
     Examples:
         >>> zero()(torch.tensor([1.0, float("nan")]))
@@ -169,7 +169,7 @@ def zero() -> Verb:
 
 
 def replace(v: float | Tensor, *, positions: Index | None = None) -> Verb:
-    """Put `v` there: a number, or a tensor that broadcasts to the place as torch's `expand` would (a patch from another
+    """Replace by `v`: a number, or a tensor that broadcasts as in `torch.Tensor.expand` (an activation of another
     run, a vector over the features, a value (1, positions, features) for every sample).
 
     With `.at(...)`, `v` broadcasts to the part. Along a chosen dimension in which `v` is as long as the whole tensor,
@@ -201,11 +201,11 @@ def replace(v: float | Tensor, *, positions: Index | None = None) -> Verb:
 
 
 def mean_ablate(mean: float | Tensor | None = None, *, over: int | Sequence[int] | None = None) -> Verb:
-    """Put a mean there: `mean`, captured before and broadcast as `replace` does, or else the mean of the tensor itself.
+    """Replace by a mean: `mean`, captured before and broadcast as in `replace`, or the mean of the tensor itself.
 
     Without `mean`, it is the mean over all dimensions but the last: one for each feature, over the samples and
     positions of this batch, padding included. `over=0` takes it over the samples alone, position by position. With
-    `.at(...)` the mean is that of the whole tensor, and is put into the part alone. No gradient flows into it.
+    `.at(...)` the mean is that of the whole tensor, and replaces only that part. No gradient flows into the mean.
 
     Examples:
         >>> t = torch.tensor([[[1.0, 2.0], [3.0, 6.0]]])
@@ -290,7 +290,7 @@ def steer(v: Tensor | Sequence[float], c: float = 1.0) -> Verb:
 
 
 def remove(v: Tensor | Sequence[float]) -> Verb:
-    """Project the direction of `v`, a vector over the features, out.
+    """Project out the direction of `v`, a vector over the features.
 
     Examples:
         >>> remove(torch.tensor([0.0, 5.0]))(torch.tensor([[1.0, 2.0]]))
@@ -305,7 +305,7 @@ def remove(v: Tensor | Sequence[float]) -> Verb:
 
 
 def reverse(c: float = 1.0) -> Verb:
-    """Multiply a gradient by `-c`: what comes before learns the opposite. For gradient sites only.
+    """Multiply a gradient by `-c` (gradient reversal). For gradient sites only.
 
     Examples:
         >>> reverse(0.5)(torch.tensor([2.0]))

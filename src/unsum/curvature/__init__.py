@@ -1,4 +1,4 @@
-"""What shape the loss has around a model: K-FAC, EK-FAC and diagonals, and exact Gauss–Newton products.
+"""The curvature of the loss around a model: K-FAC, EK-FAC and diagonals, and exact Gauss–Newton products.
 
 Examples:
     >>> import torch, unsum

@@ -65,7 +65,7 @@ def conjugate_gradients(
                 "products are not exact enough for more: a larger tol=, more damping, or a model in float32 or float64"
             )
         warnings.warn(
-            f"conjugate gradients stopped short: after {steps} steps the residual of {int(short.sum())} of "
+            f"conjugate gradients stopped early: after {steps} steps the residual of {int(short.sum())} of "
             f"{len(short)} right sides is above tol={tol:g} (the largest is {worst:.2g} of its right side).\n  {way}",
             stacklevel=3,
         )

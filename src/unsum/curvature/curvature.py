@@ -33,8 +33,8 @@ class Origin:
 
 @dataclass(eq=False)
 class Curvature:
-    """A positive matrix on all parameters, block by block: a mean over samples of products of gradients. What
-    `unsum.curvature.fit` gives.
+    """The result of `unsum.curvature.fit`: a positive matrix over all parameters in blocks, the mean over samples of
+    products of gradients.
 
     Examples:
         >>> import torch, unsum
@@ -80,7 +80,7 @@ class Curvature:
 
     @property
     def parameters(self) -> dict[str, str]:
-        """{parameter: "kronecker" or "diagonal"}: how each is covered."""
+        """{parameter: "kronecker" or "diagonal"}: the form of its block."""
         of_weights = {bias.name for bias in self.biases.values()}
         return {
             name: "kronecker" if name in of_weights or sums.matrix is not None else "diagonal"
@@ -89,14 +89,14 @@ class Curvature:
 
     @property
     def damping(self) -> dict[str, float]:
-        """{block: what is added to its eigenvalues, unless a number is given}: 0.1 of their mean."""
+        """{block: default damping}: 0.1 × the mean of the block's eigenvalues."""
         return {name: block.damping for name, block in self.blocks.items()}
 
     def solve(self, g: Any, damping: float | Mapping[str, float] | None = None) -> dict[str, Tensor]:
         """(curvature + damping)⁻¹ g, block by block.
 
         Args:
-            g: What `unsum.gradients` gives, {parameter: (n, *shape)} or {parameter: tensor}.
+            g: The `g` of `unsum.gradients`, {parameter: (n, *shape)} or {parameter: tensor}.
             damping: Added to every eigenvalue: a number, {block: number}, or None for `c.damping`.
         """
         given = self._read(g, "solve")
@@ -141,7 +141,8 @@ class Curvature:
             )
 
     def merge(self, other: Curvature) -> Curvature:
-        """The same as one fit on the samples of both: exact for K-FAC and diagonals."""
+        """Merge with a fit on other samples. The result is that of one fit on the samples of both, for K-FAC and
+        diagonals."""
         if not isinstance(other, Curvature):
             raise OptionError(f"merge takes another curvature, got {type(other).__name__}")
         if "ekfac" in (self.kind, other.kind):
@@ -168,7 +169,7 @@ class Curvature:
         return Curvature(mine, self.n + other.n, sums, biases)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """To a safetensors file, with a manifest in its header. See `unsum.curvature.load`."""
+        """Write a safetensors file, with a manifest in its header. `unsum.curvature.load` reads it."""
         from unsum.curvature.files import save
 
         save(self, path)

@@ -44,7 +44,7 @@ def save(curvature: Curvature, path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> Curvature:
-    """Read a curvature that `c.save` wrote. Nothing is unpickled: a file from elsewhere can do no harm.
+    """Read a curvature that `c.save` wrote. Nothing is unpickled, so loading a file executes no code.
 
     Examples:
         >>> import tempfile, unsum
@@ -151,7 +151,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
             told = (file.metadata() or {}).get("unsum")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except Exception as error:
-        raise OptionError(f"{path}: damaged, or no safetensors file ({error})") from error
+        raise OptionError(f"{path}: damaged, or not a safetensors file ({error})") from error
     manifest = {} if told is None else json.loads(told)
     if manifest.get("format") != _FORMAT:
         raise OptionError(f"{path}: a safetensors file, but not of a curvature that unsum saved")

@@ -50,30 +50,30 @@ def fit(
     resume: str | os.PathLike[str] | None = None,
     chunk: int = 100,
 ) -> Curvature:
-    """The curvature of a model on data: K-FAC, EK-FAC or a diagonal, for every parameter that is trained.
+    """Fit the curvature of a model on data: K-FAC, EK-FAC or a diagonal, for every trained parameter.
 
-    Everything is a mean over samples. A weight that is met by outer products (linear layers, convolutions, embeddings,
-    experts, a tied weight with all its meetings) is one Kronecker block, its bias one more column of it; everything
-    else is covered by the diagonal (`c.parameters` says how).
+    All quantities are means over samples. A weight whose gradients are sums of outer products (linear layers,
+    convolutions, embeddings, experts, tied weights) is one Kronecker block, with its bias as one more column. All other
+    parameters have the diagonal; `c.parameters` says which.
 
     Args:
-        model: Any module, most often in eval mode: what mixes samples (batch norm in training) is refused.
+        model: Any module, usually in eval mode: batch norm in training raises `InteractionError`.
         loss_fn: `loss_fn(model, batch)` returns one loss for each sample, (n,). Not needed with `likelihood`.
         data: A DataLoader or another iterable of batches, or a Dataset or a list of examples.
         kind: "kfac"; "ekfac", whose eigenvalues are second moments of per-sample gradients and which reads the data
             twice; "diagonal".
-        likelihood: None for the gradients of the losses as they are (empirical); `categorical(forward)` or
-            `gaussian(forward)` to draw labels from the model instead, one at each place that counts.
-        setting: "expand": every position is one of its own; "reduce": a sample's positions are averaged (inputs) and
-            added up (gradients) first.
-        params: A glob that chooses parameters by name, or a list of globs.
+        likelihood: None uses the gradients of your losses (empirical Fisher); `categorical(forward)` or
+            `gaussian(forward)` draws labels from the model instead, one at each position that counts.
+        setting: "expand": every position counts as one data point; "reduce": a sample's inputs are averaged and its
+            gradients summed over the positions first.
+        params: A glob of parameter names, or a list of globs: only these parameters.
         samples: Where the samples are, as in `unsum.gradients`, or a function of the batch.
-        batch_size: Of examples that are taken together, where `data` gives examples.
-        seed: Of the labels that are drawn.
-        max_side: A side of a matrix with more numbers than this is covered by its diagonal (a vocabulary).
-        resume: A file in which the state is kept after every `chunk` batches; a later call with the same arguments goes
-            on from there. It is removed when the fit is done.
-        chunk: Batches between two writings of that file.
+        batch_size: Examples per batch, where `data` gives single examples.
+        seed: The seed for the labels that are drawn.
+        max_side: A side of a matrix with more entries than this (a vocabulary) is approximated by its diagonal.
+        resume: A file for the state, written after every `chunk` batches; a later call with the same arguments
+            continues from there. It is removed when the fit is done.
+        chunk: Batches between two writes of that file.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -86,7 +86,7 @@ def fit(
     examples = Examples(data, batch_size=batch_size, what="fit")
     if kind == "ekfac" and examples.is_once:
         raise OptionError(
-            "fit: EK-FAC reads the data twice, and this is an iterator, which gives everything once.\n"
+            "fit: EK-FAC reads the data twice, and an iterator can be read only once.\n"
             "  give a list, a Dataset or a DataLoader, or kind='kfac'"
         )
     if resume is not None and (examples.is_once or examples.is_shuffled):

@@ -29,8 +29,8 @@ log = logging.getLogger("unsum")
 
 class GaussNewton:
     """The mean over samples of Jᵀ H J, where J is the derivative of the model's outputs in its parameters and H the
-    second derivative of the loss in the outputs. What `unsum.curvature.ggn` gives; nothing is stored but the model and
-    the data.
+    second derivative of the loss in the outputs. The result of `unsum.curvature.ggn`; it stores only the model and the
+    data.
 
     Examples:
         >>> model, data = nn.Linear(2, 1, bias=False), [torch.eye(2)[k] for k in (0, 0, 0, 1)]
@@ -63,7 +63,7 @@ class GaussNewton:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Those that the matrix is about."""
+        """The names of the parameters that the matrix covers."""
         return self._parameters
 
     def __repr__(self) -> str:
@@ -85,15 +85,15 @@ class GaussNewton:
     ) -> dict[str, Tensor]:
         """(matrix + damping)⁻¹ v by conjugate gradients.
 
-        They stop where the residual |v − (matrix + damping) x|, as the steps keep track of it, is at most `tol`·|v|; at
-        the end it is computed anew, and where it is above 10 times that, a warning says how far they got and why.
+        The iteration stops when its estimate of the residual |v − (matrix + damping) x| is at most `tol`·|v|. At the
+        end the residual is computed again; if it is above 10 times that, a warning gives its size and the reason.
 
         Args:
-            v: {parameter: tensor}, {parameter: (m, *shape)}, or what `unsum.gradients` gives.
+            v: {parameter: tensor}, {parameter: (m, *shape)}, or the `g` of `unsum.gradients`.
             damping: A number; None for `h.damping`.
-            precondition: A K-FAC, EK-FAC or diagonal of the same parameters: fewer steps.
-            tol: How small the residual gets, relative to v.
-            max_iter: Steps at most.
+            precondition: A K-FAC, EK-FAC or diagonal of the same parameters, which reduces the number of steps.
+            tol: The largest residual, relative to v.
+            max_iter: The largest number of steps.
         """
         damping = self.damping if damping is None else damping
         if not vectors.is_number(damping) or not 0 <= damping < float("inf"):
@@ -117,13 +117,14 @@ class GaussNewton:
 
     @property
     def damping(self) -> float:
-        """The default: the trace over the number of eigenvalues that may not be zero, min(parameters, outputs)."""
+        """The default damping: the trace divided by the number of eigenvalues that can differ from zero,
+        min(parameters, outputs)."""
         size = sum(p.numel() * (2 if p.is_complex() else 1) for p in self._parameters.values())
         return self.trace / max(min(size, self._outputs), 1)
 
     @property
     def trace(self) -> float:
-        """Of the matrix: exact where a sample has few outputs, else from labels that are drawn."""
+        """The trace of the matrix: exact where a sample has few outputs, otherwise estimated from drawn labels."""
         if self._trace is None:
             self.refuse_changed()
             batches = self._examples.shown("trace")
@@ -285,14 +286,14 @@ def ggn(
     """The exact Gauss–Newton matrix of a model on data, as products and solves: `h.matvec(v)`, `h.solve(v)`.
 
     Args:
-        model: Any module whose operations have a second derivative; attention is computed by the math kernel.
+        model: Any module whose operations have a second derivative; attention uses torch's math kernel.
         data: A DataLoader or another iterable of batches, or a Dataset or a list of examples; it is read in every
             product.
         likelihood: `categorical(forward)`, `gaussian(forward)`, or `convex(forward, loss)` for any loss that is convex
             in the outputs.
-        params: A glob that chooses parameters by name, or a list of globs.
-        batch_size: Of examples that are taken together, where `data` gives examples.
-        seed: Of the labels from which the trace is estimated where samples have many outputs.
+        params: A glob of parameter names, or a list of globs: only these parameters.
+        batch_size: Examples per batch, where `data` gives single examples.
+        seed: The seed for the labels from which the trace is estimated where samples have many outputs.
 
     Examples:
         >>> model, data = nn.Linear(3, 2), [(torch.randn(3), torch.tensor(k % 2)) for k in range(8)]
@@ -313,7 +314,7 @@ def ggn(
     examples = Examples(data, batch_size=batch_size, what="ggn")
     if examples.is_once:
         raise OptionError(
-            "ggn: the data is read in every product, and this is an iterator, which gives everything once.\n"
+            "ggn: the data is read in every product, and an iterator can be read only once.\n"
             "  give a list, a Dataset or a DataLoader: list(data)"
         )
     return GaussNewton(model, examples, likelihood, params, seed)

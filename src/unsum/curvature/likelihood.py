@@ -19,8 +19,8 @@ Mask = Callable[[Any], Tensor]
 
 
 class Likelihood(ABC):
-    """`forward(model, batch)` gives outputs (n, …, C), one vector at each place; `mask(batch)`, of shape (n, …), says
-    which places count. Made by `categorical`, `gaussian` or `convex`.
+    """`forward(model, batch)` returns outputs (n, …, C), one vector at each position; `mask(batch)`, of shape (n, …),
+    says which positions count. Made by `categorical`, `gaussian` or `convex`.
 
     Examples:
         >>> tokens = categorical(lambda model, batch: model(batch), mask=lambda batch: batch != 0)

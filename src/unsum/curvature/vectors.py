@@ -84,8 +84,8 @@ def is_number(value: Any) -> bool:
 
 
 def schedule_damping(learning_rates: Iterable[float], weight_decay: float = 0.0) -> float:
-    """The damping that training itself amounts to: 1 / Σ learning rates + weight decay. Directions of less curvature
-    than that were hardly moved by so many steps.
+    """The damping that corresponds to a training run: 1 / Σ learning rates + weight decay. SGD with these steps hardly
+    moves directions with less curvature than that.
 
     Examples:
         >>> round(schedule_damping([0.1] * 50, weight_decay=0.01), 6)

@@ -50,7 +50,7 @@ class GroupFactors:
 
 
 class Factors:
-    """The gradients of one parameter, by sample. Nothing is multiplied out unless a read needs it.
+    """The per-sample gradients of one parameter, as factors. Gradients are formed only where a read needs them.
 
     Examples:
         >>> import torch, unsum
@@ -106,13 +106,13 @@ class Factors:
         return _joined([part.to(self.dtype) for part in parts]) if parts else self._zeros(0, *self.shape)
 
     def shared(self) -> Tensor:
-        """What belongs to no sample (a penalty on the weights): zeros, most often."""
+        """The part of the gradient that belongs to no sample (a weight penalty in the loss); zeros if there is none."""
         if not self._is_over:
             raise not_over(self.name)
         return self._zeros(*self.shape) if self._shared is None else self._shared
 
     def sum(self) -> Tensor:
-        """The sum over samples; with `shared()`, what the backward brought to the parameter."""
+        """The sum over samples. `sum() + shared()` is what the backward adds to `.grad`."""
         parts = [share.times(kind.sum()) for share in self._shares for kind in share.kinds]
         return sum(parts[1:], parts[0]) if parts else self._zeros(*self.shape)
 
@@ -169,7 +169,7 @@ class Factors:
         return any(share.is_changed() for share in self._shares)
 
     def dot(self, other: Factors | Tensor) -> Tensor:
-        """(n, m): inner products with every one in `other`, which is the factors of another capture, or m tensors of
+        """(n, m): inner products with every one in `other`: the factors of another block, or m tensors of
         the parameter's shape, (m, *shape); (n,) with one such tensor. Gradients are formed only where that is less
         work."""
         if isinstance(other, Tensor):
@@ -215,8 +215,8 @@ class Factors:
         return [(share, total.total(share.kinds)) for share in self._shares]
 
     def project(self, k: int, seed: int = 0) -> Tensor:
-        """(n, k·k): random numbers of which inner products are, on average, those of the gradients; a parameter of at
-        most k² elements is kept as it is. The same for the same name and seed."""
+        """(n, k·k): random projections, whose inner products are on average those of the gradients; a parameter of at
+        most k² elements is not projected. The result depends on the name and the seed only."""
         if not isinstance(k, int) or k < 1:
             raise OptionError(f"project(k={k!r}): k is a whole number, 1 or more")
         wanted = sides(self.shape, k)
@@ -268,13 +268,13 @@ class Factors:
 
     @property
     def a(self) -> Tensor:
-        """(n, t, i): what the parameter met; (n, i) where every sample has one position."""
+        """(n, t, i): the tensor that the parameter was multiplied with; (n, i) where every sample has one position."""
         found = [outer.a for _, outer in self.outers()]
         return _short(torch.cat(_padded(found)))
 
     @property
     def delta(self) -> Tensor:
-        """(n, t, o): the gradient of what came of it; (n, o) where every sample has one position."""
+        """(n, t, o): the gradient at the layer's output; (n, o) where every sample has one position."""
         found = [share.times(outer.delta) for share, outer in self.outers()]
         return _short(torch.cat(_padded(found)))
 

@@ -52,10 +52,10 @@ def _parse(asked: Asked, names: Names | None) -> Site:
 
 
 class Captured:
-    """The values that a capture has seen so far, by site.
+    """The result of `unsum.capture`: the values captured so far, under their sites.
 
-    `got["fc1:input"]` is the value of the one call; `got.calls("fc1:input")` has one for each call; `got.items()` goes
-    over everything under concrete names; `got.trace()` tells the order in which it all came.
+    `got["fc1:input"]` is the value if there was one call; `got.calls("fc1:input")` has one value for each call;
+    `got.items()` gives everything under concrete names; `got.trace()` shows the order in which values arrived.
 
     Examples:
         >>> import torch, unsum
@@ -105,7 +105,7 @@ class Captured:
     # ---- reading --------------------------------------------------------------------------------------------------
 
     def __getitem__(self, asked: Asked) -> Any:
-        """The value at a site that saw one call. Several calls, sites or tensors are an error that says so."""
+        """The value at a site with one call. Several calls, sites or tensors raise `SiteError`."""
         site = _parse(asked, self._requests.names)
         places = self._places(site)
         fired = [place for place in places if self._at(place, site)]
@@ -123,14 +123,14 @@ class Captured:
         return rows[0].kept.read(str(site))
 
     def calls(self, asked: Asked) -> list[Any]:
-        """The values at a site, one for each call; for gradients None where a call got none, and one for each backward
-        where several reached the same call."""
+        """A list of the values at a site, one for each call. For gradients: one for each backward that reached the
+        call, None if none did."""
         site = _parse(asked, self._requests.names)
         rows = [row for place in self._places(site) for row in self._of(place, site)]
         return [None if row is None else row.kept.read(str(site)) for row in rows]
 
     def items(self) -> Iterator[tuple[str, Any]]:
-        """Everything there is, under concrete names."""
+        """All values, under concrete names."""
         for entry in list(self._entries):
             name = self._name(entry)
             yield name, entry.kept.read(name)
@@ -140,7 +140,7 @@ class Captured:
         return [value for _, value in self.items()]
 
     def keys(self) -> list[str]:
-        """The concrete names of everything there is, in the order in which it came."""
+        """The concrete names of all values, in the order in which they arrived."""
         return list(dict.fromkeys(self._name(entry) for entry in self._entries))
 
     def sites(self) -> list[str]:
@@ -161,7 +161,7 @@ class Captured:
             return False
 
     def trace(self) -> Trace:
-        """What fired, in order, forward and backward."""
+        """The record of which site fired when, forward and backward."""
         return Trace([Event(str(e.spot), e.spot.call, e.backward, tuple(e.shape), e.dtype) for e in self._entries])
 
     def __repr__(self) -> str:
@@ -233,14 +233,14 @@ class Captured:
         return spot.kind in ("input", "grad_input") and path != () and other_name(spot.place, path) == spot.path
 
     def __reduce__(self) -> str:
-        raise TypeError("what was captured cannot be copied or pickled as it is; take dict(got.items())")
+        raise TypeError("a capture cannot be copied or pickled; copy dict(got.items()) instead")
 
     def _why_nothing(self, site: Site, places: list[Place]) -> str:
         reason = why(self._flow, places[0], site)
         if self._flow.is_open and self._flow.calls.count(places[0]) and reason.startswith("no "):
-            reason = "nothing has come yet"
+            reason = "no backward has reached it yet"
         is_value = not site.kind.startswith("grad")
         if is_value and site.call is None and (entries := self._by_place.get((places[0], site.kind))):
             reason = f"it has no {format_path(site.path)}; what was captured there: {self._name(entries[0])!r}, ..."
         have = ", ".join(map(repr, self.keys()[:8])) or "nothing"
-        return f"{site}: nothing was captured: {reason}\n  captured so far: {have}"
+        return f"{site}: no value: {reason}\n  captured so far: {have}"

@@ -22,7 +22,7 @@ Reduce = Callable[[Tensor], Any] | Literal["norm", "mean", "finite"]
 
 @dataclass(frozen=True)
 class Finite:
-    """How many elements are not finite. True where all are.
+    """How many elements are NaN or infinite. True if all elements are finite.
 
     Examples:
         >>> Finite(nan=1, inf=0, total=6)

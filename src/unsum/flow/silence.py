@@ -65,4 +65,4 @@ def _not_called(names: Names, place: Place) -> str:
             f"MultiheadAttention uses the weights of its {own} without calling it; '{above}:output[0]' is what comes "
             "out of it"
         )
-    return "it was not called through its module in this block (by this thread)"
+    return "the module was not called in this block and thread; module.forward(x) does not count: write module(x)"

@@ -40,7 +40,7 @@ class Event:
 
 
 class Trace(Sequence[Event]):
-    """The events of a capture, oldest first. `print` it for one line an event; it draws itself in a notebook.
+    """The events of a capture, oldest first. It prints one line for each event, and draws itself in a notebook.
 
     Examples:
         >>> import unsum

@@ -74,8 +74,8 @@ class Unread:
                 f"edited and never read: {', '.join(gone[:_NAMED])}{more}.\n"
                 "  No gradient path leads from the edited value to what the model returned or to a loss: nothing uses "
                 "it, so the edit had no effect (or only operations without a gradient do, such as argmax).\n"
-                "  edit what the model goes on with: unsum.sites(model) lists the sites\n"
-                '  if it is meant: warnings.simplefilter("ignore", unsum.errors.UnreadEdit)',
+                "  edit a value that the model uses: unsum.sites(model) lists the sites\n"
+                '  to silence this warning: warnings.simplefilter("ignore", unsum.errors.UnreadEdit)',
                 UnreadEdit,
                 stacklevel=_users_level(),
             )

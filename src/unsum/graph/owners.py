@@ -179,7 +179,7 @@ def refuse_changing(node: Node, grads: Grads, results: Grads) -> None:
             continue
         if memory_of(one) == memory_of(other) not in handed_on and bool(other.any()):
             raise UnsupportedError(
-                f"{node.name()} hands on gradients in the same memory each time, as a CUDA graph does "
+                f"{node.name()} writes gradients into the same memory each time, as a CUDA graph does "
                 "(torch.cuda.make_graphed_callables): what it gave for one sample is overwritten by the next.",
                 write="with unsum.gradients(model) as g: loss_fn(model(x), y).backward()  # the model before it was "
                 "graphed",

@@ -56,21 +56,22 @@ def influence(
     of a training example is stored.
 
     Args:
-        model: Any module, in the state that is to be explained, most often in eval mode.
+        model: Any module, in the state that you want to explain, usually in eval mode.
         loss_fn: `loss_fn(model, batch)` returns one loss for each sample, (n,).
         train: The training examples, in order: a DataLoader (not shuffled) or another iterable of batches, or a Dataset
             or a list of examples.
-        query: The same of what is to be explained.
-        curvature: None; what `unsum.curvature.fit` gives; or what `unsum.curvature.ggn` gives (solved by conjugate
-            gradients, the most exact and the slowest).
-        score: "dot", or "cosine": divided by the norms of both, which takes away that long gradients win everywhere.
-            With a curvature, both are P ∇L(q) and ∇L(z), so that an example is no perfect match of itself.
-        damping: Of the curvature: a number, {block: number}, or None for its default.
-        precondition: What `fit` gives, for the conjugate gradients of `ggn`.
+        query: The examples to explain, in the same forms.
+        curvature: None; the result of `unsum.curvature.fit`; or that of `unsum.curvature.ggn` (solved by conjugate
+            gradients: the most exact and the slowest).
+        score: "dot", or "cosine": divided by both norms, so that examples with large gradients do not rank first for
+            every query. With a curvature the norms are those of P ∇L(q) and ∇L(z), so an example does not score 1
+            for itself.
+        damping: The damping of the curvature: a number, {block: number}, or None for its default.
+        precondition: A result of `fit`, for the conjugate gradients of `ggn`.
         tokens: True also gives a score for every position of every example.
-        params: A glob that chooses parameters by name, or a list of globs; None: those of the curvature, or all.
+        params: A glob of parameter names, or a list of globs; None: those of the curvature, or all.
         samples: Where the samples are, as in `unsum.gradients`, or a function of the batch (packed documents).
-        batch_size: Of examples that are taken together, where data gives examples.
+        batch_size: Examples per batch, where the data gives single examples.
         memory: Bytes that the queries' gradients may take at a time; with more, the training examples are read several
             times. None: half of what is free.
 
@@ -126,7 +127,7 @@ def _in_order(data: Any, batch_size: int, what: str) -> Examples:
     examples = Examples(data, batch_size=batch_size, what=what)
     if examples.is_shuffled:
         raise OptionError(
-            f"{what}: this DataLoader shuffles, so that nobody could tell which example a score belongs to.\n"
+            f"{what}: this DataLoader shuffles, so the scores could not be assigned to examples.\n"
             "  make it with shuffle=False, and no random sampler"
         )
     return examples

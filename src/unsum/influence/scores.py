@@ -17,7 +17,7 @@ _SHOWN = 5, 5  # queries, and examples of each, that a notebook shows
 
 @dataclass(frozen=True, eq=False)
 class Top:
-    """The examples with the highest scores, of each query.
+    """The examples with the highest scores for each query.
 
     Examples:
         >>> best = Influence(torch.tensor([[0.1, 0.3, -0.2]])).top(2)
@@ -41,7 +41,7 @@ class Top:
 
 @dataclass(frozen=True, eq=False)
 class Influence:
-    """Scores. Positive: training on the example lowers the query's loss. What `unsum.influence` gives.
+    """The result of `unsum.influence`: scores. A positive score: training on the example lowers the query's loss.
 
     Examples:
         >>> s = Influence(torch.tensor([[0.1, 0.3, -0.2]]))

@@ -1,6 +1,6 @@
-"""Trainers and clusters that people have: `unsum.integrations.transformers`, `.lightning` and `.ray`.
+"""Integrations with other libraries: `unsum.integrations.transformers`, `.lightning` and `.ray`.
 
-Each is imported when it is first used, and says what to install where its library is missing.
+Each is imported at its first use; if its library is missing, the error says what to install.
 
 Examples:
     >>> import unsum

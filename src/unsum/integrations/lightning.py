@@ -24,9 +24,9 @@ class Watch(Callback):
     Takes the options of `unsum.watch`, except the model; `optimizer=True` also records the sizes of updates. The watch
     itself is `callback.watch`, with `.last` and `.history`. Ids and texts are taken from the batches.
 
-    Lightning divides each loss by the number of micro-batches (`accumulate_grad_batches`); that, and a GradScaler's
-    scale, are taken out: norms are those of each example's part of what `training_step` returned
-    (`loss_reduction="mean"` if that is a mean over samples: then of each example's own loss).
+    Lightning divides each loss by the number of micro-batches (`accumulate_grad_batches`), and a GradScaler multiplies
+    it; unsum takes both out. Norms are those of each example's part of the loss that `training_step` returned. Pass
+    `loss_reduction="mean"` if that loss is a mean over samples: norms are then those of each example's own loss.
 
     The median and the largest norm, the noise scale and the number of outliers go to the Trainer's loggers.
 

@@ -35,9 +35,9 @@ def build(
 ) -> None:
     """Build an index on a Ray cluster: one task for each shard that is missing.
 
-    A task whose worker dies is run again by Ray in another worker, and goes on with the next batch of its shard. Called
-    again, `build` makes the shards that are still missing. The index is the one that `unsum.index.build` makes in one
-    process. If Ray is not initialized (`ray.init()`), it is started on this machine.
+    If a worker dies, Ray runs its task again in another worker, which continues with the next batch of the shard. Call
+    `build` again to build the shards that are still missing. The index is the same as that of `unsum.index.build` in
+    one process. If Ray is not initialized (`ray.init()`), it is started on this machine.
 
     Args:
         make: A function that returns (model, loss_fn, data), or (model, loss_fn, data, options) with a dict of options

@@ -26,11 +26,11 @@ class Watch(TrainerCallback):
     Takes the options of `unsum.watch`, except the model; `optimizer=True` also records the sizes of updates. The watch
     itself is `callback.watch`, with `.last` and `.history`.
 
-    Norms are those of each example's own loss. Models that compute it by transformers' loss functions divide by
-    `num_items_in_batch` (the tokens or examples of all micro-batches), and that is taken out: an example's loss is the
-    sum over its tokens. Of others the number of micro-batches is taken out, if the Trainer divides by it; what the
-    model itself averages over stays (`loss_reduction="mean"` if that is the samples). A GradScaler's scale is taken
-    out, too.
+    Norms are those of each example's own loss. Models that use transformers' loss functions divide by
+    `num_items_in_batch` (the tokens or examples of all micro-batches); unsum multiplies by it again, so an example's
+    loss is the sum over its tokens. For other models unsum takes out the number of micro-batches, if the Trainer
+    divides by it. A mean inside the model stays: pass `loss_reduction="mean"` if it is a mean over samples. The scale
+    of a GradScaler is divided out too.
 
     The median and the largest norm, the noise scale and the number of outliers join the Trainer's own logs.
 

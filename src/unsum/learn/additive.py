@@ -78,7 +78,7 @@ def _refuse(node: Node, outs: Owners | None, edges: Sequence[int], where: str, *
 
 def _not_additive(where: str, *, is_known: bool) -> UnsupportedError:
     return UnsupportedError(
-        f"{where}: its backward is not linear, so that the gradients of single samples would not add up to .grad. It "
+        f"{where}: its backward is not linear, so per-sample gradients would not add up to .grad. It "
         "rounds by the largest gradient of the batch, clips by a norm over the batch, or draws random numbers.",
         write=_BY_RULE if is_known else _WRITE,
     )

@@ -15,8 +15,8 @@ from unsum.reducers.tap import Shape, Tap
 
 
 class Kronecker(Reduction):
-    """A = Σ a aᵀ and G = Σ δ δᵀ of every parameter that is met by outer products. Positions without a gradient
-    (padding) are no positions.
+    """A = Σ a aᵀ and G = Σ δ δᵀ of every parameter whose gradients are sums of outer products. Positions without a
+    gradient (padding) do not count.
 
     Examples:
         >>> import torch, unsum

@@ -13,7 +13,7 @@ from unsum.reducers.tap import Shape, Tap
 
 
 class SecondMoment(Reduction):
-    """Σ_n |g_n|², number by number: with the sum, the variance of gradients and the noise scale.
+    """Σ_n |g_n|², element by element: with the sum, the variance of gradients and the noise scale.
 
     Examples:
         >>> import unsum

@@ -84,7 +84,7 @@ class Norms(Reading):
         )
 
     def norms(self) -> Tensor:
-        """(n,): over all parameters."""
+        """(n,): norms over all parameters."""
         return self.sq_norms().sqrt()
 
 

@@ -19,14 +19,14 @@ from unsum.reducers.tap import Shape, Tap
 class Project(Reading):
     """Random projections: K numbers for each sample, whose inner products are, on average, those of gradients.
 
-    A parameter of more than k² elements is mapped to k² numbers (outer products from both sides, none formed), a
-    smaller one is kept as it is: K = Σ min(elements, k²) over the parameters, side by side by name. With `dim`, K is
-    what you say: the smallest k that gives as many numbers or more is taken, and what is too many is added up, with
-    random signs, in random places.
+    A parameter of more than k² elements is mapped to k² numbers: its outer products are projected from both sides, and
+    no gradient is formed. A smaller parameter is not projected. K = Σ min(elements, k²) over the parameters, in the
+    order of their names. `dim` sets K instead: unsum takes the smallest k that gives at least that many numbers, and
+    adds the surplus to random columns with random signs.
 
     Args:
         k: Numbers on each side of a parameter's projection.
-        seed: Of the random matrices: the same for the same names and seed, on every device.
+        seed: The seed of the random matrices, which depend on it and on the parameters' names alone, on every device.
         dim: The number of columns of `matrix()`, instead of k.
 
     Examples:
@@ -100,7 +100,7 @@ class Project(Reading):
         return {name: self._in_order(parts) for name, parts in self._in_models_order(self._parts).items()}
 
     def matrix(self) -> Tensor:
-        """(n, K): the parameters side by side, by name; or (n, dim)."""
+        """(n, K): the projections of all parameters side by side, in the order of their names; (n, dim) with `dim`."""
         parts = self.by_parameter()
         whole = torch.cat([parts[name] for name in sorted(parts)], 1)
         return whole if self._dim is None else _folded(whole, self._dim, self._seed)

@@ -14,7 +14,7 @@ from unsum.reducers.tap import Shape, Tap
 
 
 class TokenNorms(Reading):
-    """The norm of each token's part of the gradient, over the parameters whose positions are the input's.
+    """The norm of each token's part of the gradient, over the parameters that meet data once per position of the input.
 
     Examples:
         >>> import unsum

@@ -23,22 +23,22 @@ log = logging.getLogger("unsum")
 
 
 class WeightedSum(Reduction):
-    """Σ w_n G_n of every parameter. `w` is of shape (n,), or a function of the norms (n,) that gives the weights
-    (clipping). Norms are known only when the backward is over; what is held of the gradients until then is chosen,
-    parameter by parameter, before the backward begins, and told by `chosen`:
+    """Σ w_n G_n of every parameter. `w` has shape (n,), or is a function from the norms (n,) to weights (clipping).
+    Norms are known only when the backward is over. Before each backward unsum chooses for each parameter what to hold
+    until then, and `chosen` shows the choice:
 
-    - `"gradients"`: those of all samples, where the norms form them anyway: n times the parameter; the fastest;
-    - `"factors"`: what they are products of (a and δ): one more product.
+    - `"gradients"`: the per-sample gradients, n times the parameter, where the norms form them anyway; the fastest;
+    - `"factors"`: `a` and `δ`, which takes one more product afterwards.
 
-    Where not even factors fit, two backwards hold nothing: one for `Norms`, one of the weighted losses ("Clipping and
-    memory" in the docs).
+    If not even the factors fit, run two backwards, which hold nothing: one for `Norms`, one of the weighted losses
+    ("Clipping and memory" in the docs).
 
     Args:
         w: Weights (n,), or a function norms -> weights.
-        memory: Bytes that held gradients may take; where they take more, factors are held instead. None: half of what
-            is free on the device.
-        groups: {parameter: number of its group}, if weights that come from the norms differ by group (a layer, say).
-            The function is then given the norms of each group, (groups, n), and gives weights of that shape.
+        memory: Bytes for held gradients; factors are held where they would take more. None: half of the free memory of
+            the device.
+        groups: {parameter: number of its group}, for weights that differ between groups such as layers. The function
+            then gets the norms of each group, (groups, n), and returns weights of that shape.
 
     Examples:
         >>> import unsum

@@ -24,7 +24,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Layer:
-    """One module, in one call: what came out of it and which gradient came back to that."""
+    """One call of one module: statistics of its output and of the gradient there."""
 
     name: str  # with the call and the path where there are several: "enc@1", "attn[0]"
     module: str
@@ -78,7 +78,8 @@ class BySample:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """A report: where the page is, and what it shows, as data. It prints as a summary; in a notebook it shows the page.
+    """The result of `unsum.report`: the path of the page, and its contents as data. It prints as a summary; in a
+    notebook it shows the page.
 
     Examples:
         >>> import tempfile, torch, unsum

@@ -49,26 +49,26 @@ def report(
     check: bool | None = None,
     progress: bool | None = None,
 ) -> Report:
-    """Write one HTML page that stands alone: the picture of the graph, statistics of every layer with flags, gradients
-    by sample with outliers, tokens and similarity, coverage, and the check.
+    """Write one self-contained HTML page about a training step: per-sample gradient norms with outliers, tokens and
+    similarity, statistics of every layer with flags, the graph, coverage, and the check.
 
-    The model is run as in a step of training, with your hooks on it, and is afterwards as it was: `.grad`, buffers,
-    random numbers. A part that cannot be had (samples that interact, a model that is refused) says why in its place.
+    The model runs as in a training step, and your hooks fire. Afterwards `.grad`, buffers and random numbers are
+    restored. A section that cannot be made (samples interact, unsum refuses the model) says why.
 
     Args:
         model: Any module.
         loss_fn: `loss_fn(model, batch)` returns one loss for each sample, (n,).
         batch: What the loss function takes.
-        path: Where to write. Folders that are missing are made.
-        text: The tokens, for sequences: a list of strings for each sample, or what turns one token's id into a string
-            (a tokenizer, or a function); the ids are then the first integers (n, t) in the batch.
-        ahead: How far after a position the token is that its colour is put on: 1 for models that predict the next
-            token, so that the token which is predicted has the colour, and not the one that is read.
-        labels: A few words on each sample, shown beside it.
+        path: Where to write. Missing folders are created.
+        text: The tokens, for sequences: a list of strings for each sample, a tokenizer, or a function from a token id
+            to a string; the ids are then the first integer tensor (n, t) in the batch.
+        ahead: How many positions later the coloured token is. With 1, for models that predict the next token, the
+            colour is on the token that is predicted, not on the one that is read.
+        labels: A few words about each sample, shown beside it.
         samples: Where the samples are, as in `unsum.gradients`.
         title: The page's heading; the model's class otherwise.
-        check: True compares with plain autograd (`unsum.check`), False does not; None does where it is quick.
-        progress: Whether a line on standard error tells how far it is; None: on a terminal.
+        check: True compares with plain autograd (`unsum.check`), False does not; None compares if the model is small.
+        progress: Whether to show progress on standard error; None: only on a terminal.
 
     Examples:
         >>> import tempfile, torch

@@ -30,7 +30,7 @@ class Idle:
 
 @dataclass(frozen=True)
 class Stats:
-    """What a tensor holds. NaN and infinite values are counted, and left out of all else but the norm."""
+    """Statistics of a tensor. NaN and infinite values are counted, and are left out of all statistics but the norm."""
 
     shape: tuple[int, ...]
     mean: float

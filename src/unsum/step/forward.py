@@ -271,7 +271,7 @@ class Forward:
             forget(self._model, self._doubted.get(next(iter(others.values())).call))
             raise UnknownSamples(
                 "what the model returns has other samples than its input: those of another tensor than in earlier "
-                "calls, or of a list. Calling the model again reads its inputs anew.",
+                "calls, or of a list. Call the model again: unsum then reads its inputs again.",
                 at=f"the model was last given {self._shapes}",
                 write=MARK,
             )

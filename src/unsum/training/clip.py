@@ -35,7 +35,7 @@ _verified: weakref.WeakKeyDictionary[nn.Module, set[Hashable]] = weakref.WeakKey
 
 
 class Clipped:
-    """What a `clip_per_sample` block has seen so far.
+    """The result of a `clip_per_sample` block.
 
     Examples:
         >>> import torch, unsum
@@ -243,28 +243,28 @@ def clip_per_sample(
     memory: float | None = None,
     verify: bool | None = None,
 ) -> Opened[Clipped]:
-    """Clip the gradient of every sample before the sum over samples: after each backward in the block, `.grad` has what
-    it had before, plus the sum of the clipped gradients.
+    """Clip every per-sample gradient before the sum over samples: each backward in the block adds the sum of the
+    clipped gradients to `.grad`.
 
-    Samples that interact (batch norm in training) are refused. What belongs to no sample (a penalty on the weights) is
-    added as it is. A backward that fails leaves every `.grad` as it was. Parameters that are frozen, or that `params=`
-    does not choose, keep the `.grad` that they have; so do those that nothing reached.
+    Samples that interact (batch norm in training) raise `InteractionError`. The shared gradient (of a weight penalty
+    in the loss) is added without clipping. A backward that fails leaves every `.grad` unchanged. Parameters that are
+    frozen, that `params=` does not choose, or that no gradient reached keep their `.grad`.
 
     Args:
         model: Any module; its forward and its backward are inside the block.
-        max_norm: C, the largest norm that a clipped gradient has.
+        max_norm: C, the largest norm of a clipped gradient.
         how: "flat": g · min(1, C / |g|). "layer": a layer is a module with parameters of its own, and the part of each
             of the L layers is clipped to C / √L. "automatic": C · g / (|g| + 0.01).
         samples: Where the samples are, as in `unsum.gradients`.
-        params: A glob that chooses parameters by name, or a list of globs; the others get no gradient.
-        loss_reduction: "mean" says that the loss was a mean over samples: the gradients of each sample's own loss are
+        params: A glob of parameter names, or a list of globs; the other parameters get no gradient.
+        loss_reduction: "mean" says that the loss is a mean over samples: the gradients of each sample's own loss are
             clipped, and `.grad` is their sum.
         scaler: A GradScaler. Norms and clipping are those of the unscaled gradients; `.grad` stays scaled, for
             `scaler.step`.
         memory: Bytes that gradients may take until the norms are known, as in `unsum.WeightedSum`.
-        verify: None asks the model itself whether samples interact, in the first step with this model and each of its
-            train / eval modes: it is run some times more without gradients (random numbers and buffers are put back, so
-            dropout is no obstacle). True asks in every step, False never.
+        verify: None tests in the first step of each mode (train, eval) whether samples interact: unsum runs the model
+            a few more times without gradients and restores random numbers and buffers, so dropout does no harm. True
+            tests in every step, False never.
 
     Examples:
         >>> import torch

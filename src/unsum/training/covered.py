@@ -151,7 +151,8 @@ def refuse_unserved(model: nn.Module, optimizer: object, scaler: object) -> None
         )
     if scaler is not None:
         raise UnsupportedError(
-            "unsum.private: scaler=: a GradScaler skips steps by the size of gradients, which tells about the data.\n"
+            "unsum.private: scaler=: a GradScaler skips steps by the size of gradients, which reveals something about "
+            "the data.\n"
             "  use bfloat16 (torch.autocast), which needs no scaler"
         )
     if Names(model).parts:

@@ -24,7 +24,7 @@ def refuse_unclipped(name: str, call: seams.Backward, chosen: Chosen, *, has_par
         if names:
             raise UnsupportedError(
                 f"{name}: torch.autograd.grad of {', '.join(names[:4])} returns gradients that are not clipped.\n  "
-                "call backward, which puts clipped ones into .grad; gradients of inputs are no obstacle"
+                "call backward, which puts clipped ones into .grad; gradients of inputs are allowed"
             )
         return
     hooked: list[str] = []

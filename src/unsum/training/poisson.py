@@ -159,7 +159,7 @@ def _refuse(dataset: Any, options: dict[str, Any]) -> None:
         )
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise OptionError(
-            f"unsum.private: dp.loader({type(dataset).__name__}): every example is drawn by itself, so the data set "
+            f"unsum.private: dp.loader({type(dataset).__name__}): every example is drawn separately, so the data set "
             "must have a length and give its k-th example (len(dataset), dataset[k])"
         )
     if not len(dataset):

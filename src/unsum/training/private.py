@@ -29,8 +29,8 @@ from unsum.training.poisson import Part, PoissonLoader, steps_of, world
 
 
 class Private:
-    """What `unsum.private` gives: `for batch in dp.loader(dataset)`, `with dp:` around the forward and the backward,
-    then `dp.step()`. `print(dp)` says what is protected, and how well.
+    """The result of `unsum.private`: `for batch in dp.loader(dataset)`, `with dp:` around the forward and the backward,
+    then `dp.step()`. `print(dp)` shows the parameters covered, the noise and the epsilon so far.
 
     Examples:
         >>> import unsum
@@ -70,7 +70,7 @@ class Private:
         before_step(optimizer, self._before_optimizer)
         if missing := self._covered.missing():
             warnings.warn(
-                f"unsum.private: the optimizer has not got {listed(missing)}: trainable parameters that it will not "
+                f"unsum.private: the optimizer does not have {listed(missing)}: trainable parameters that it will not "
                 "train; they are not clipped, and get no gradient",
                 stacklevel=3,
             )
@@ -89,12 +89,12 @@ class Private:
     ) -> PoissonLoader:
         """Batches by Poisson sampling: every example is in a batch with probability `sample_rate`, independently.
 
-        One pass has 1 / sample_rate batches, rounded (at least one). A batch may be empty: then its tensors have 0
-        rows, and the step is taken all the same. With several processes each draws from its own part of the data set.
+        One pass has 1 / sample_rate batches, rounded (at least one). A batch may be empty: its tensors then have 0
+        rows, and the step is taken as usual. With several processes each draws from its own part of the data set.
 
         Args:
-            dataset: Examples: something with a length whose k-th example is `dataset[k]`. A loader is refused.
-            batch_size: The most rows that are handed out at once; a larger batch comes in parts, and `dp.step()` acts
+            dataset: Examples: something with a length whose k-th example is `dataset[k]`. A DataLoader raises an error.
+            batch_size: The largest number of rows at once; a larger batch comes in parts, and `dp.step()` acts
                 after the last one. None: whole batches.
             collate_fn: As in a DataLoader: a list of examples → a batch with one row for each.
             num_workers: As in a DataLoader; so are further options, such as `pin_memory=True`.
@@ -111,7 +111,7 @@ class Private:
         """A loader begins."""
         if self._seen:
             raise OptionError(
-                "unsum.private: a batch was clipped, and the loader began anew before its step.",
+                "unsum.private: a batch was clipped, and the loader started again before dp.step().",
                 write="dp.step()  # after every batch",
             )
         self._part = None
@@ -131,7 +131,8 @@ class Private:
     # ---- blocks ---------------------------------------------------------------------------------------------------
 
     def open(self, samples: sample_maps.Samples | Tensor | None = None) -> Clipped:
-        """Begin to clip: `with dp:` does. `samples=` is of this batch, as in `unsum.gradients`."""
+        """Open the block, as `with dp:` does. `samples=` says where the samples of this batch are, as in
+        `unsum.gradients`."""
         if self._opened is not None:
             raise OptionError("unsum.private: a block is open already; close() it first")
         seams.refuse_capturing("unsum.private")
@@ -146,7 +147,7 @@ class Private:
         return self._opened[1]
 
     def close(self) -> None:
-        """End the block. Safe to call twice."""
+        """Close the block. Calling it twice is allowed."""
         error = sys.exc_info()[1]
         self.__exit__(None if error is None else type(error), error, None)
 
@@ -234,13 +235,13 @@ class Private:
     # ---- to go on later -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run that goes on needs beside model and optimizer: the steps that were taken, with which noise and
-        rate, and where the random numbers are (the same noise twice would protect nothing)."""
+        """The state needed to resume a run, beside model and optimizer: the steps taken, their noise and rate, and the
+        state of the random numbers (using the same noise twice would give no protection)."""
         sources = {"noise": self._noise.state_dict(), "sampling": self._sampling.state_dict()}
         return {**self._account.state_dict(), **sources}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; noise and rate may be others from now on."""
+        """Resume from a `state_dict`. Noise and rate may differ from now on; earlier steps count with their own."""
         self._account.load_state_dict(state)
         self._noise.load_state_dict(state["noise"])
         self._sampling.load_state_dict(state["sampling"])
@@ -289,26 +290,27 @@ def private(
     """Train with differential privacy (DP-SGD): `dp.loader` draws batches by Poisson sampling, `with dp:` clips the
     gradient of every sample, `dp.step()` adds noise and steps, `dp.epsilon(delta)` accounts for all steps.
 
-    A step's gradient is (Σ clipped + σ · C · N(0, 1)) / expected_batch. One example changes Σ clipped by at most C,
-    whatever `how` is: flat clipping leaves a norm of at most C; L layers with at most C / √L each have at most
+    A step's gradient is (Σ clipped + σ · C · N(0, 1)) / expected_batch. One example changes Σ clipped by at most C
+    with every `how`: flat clipping leaves a norm of at most C; L layers with at most C / √L each have at most
     √(L · C² / L) = C together; automatic clipping leaves C · |g| / (|g| + 0.01) < C.
 
     Args:
-        model: What is trained. Samples that interact are refused, as in `unsum.clip_per_sample`.
+        model: The model to train. Samples that interact raise `InteractionError`, as in `unsum.clip_per_sample`.
         optimizer: Any optimizer of torch, over parameters of the model.
         max_norm: C, the norm to which each sample's gradient is clipped.
         noise_multiplier: σ, the noise's standard deviation over C. 0: no noise, and epsilon is infinite.
-        expected_batch: What the noisy sum is divided by: a public number, as a rule sample_rate · examples.
-        sample_rate: The probability of each example to be in a batch.
-        how: The way of clipping: "flat", "layer" or "automatic", as in `unsum.clip_per_sample`.
+        expected_batch: The number by which the noisy sum is divided: public, usually sample_rate · examples.
+        sample_rate: The probability with which each example is in a batch.
+        how: The kind of clipping: "flat", "layer" or "automatic", as in `unsum.clip_per_sample`.
         seed: A seed for noise and sampling, for runs that can be repeated. None: one from the operating system.
         generator: A generator for the noise instead; sampling is seeded from it.
-        secure: True takes noise and sampling from the operating system's cryptographic generator (slower).
-        samples: Where the samples are in what the model is given, as in `unsum.gradients`.
+        secure: True draws noise and samples from the operating system's cryptographic generator (slower).
+        samples: Where the samples are, as in `unsum.gradients`.
         loss_reduction: "mean" says that losses are means over the samples of a backward.
         memory: Bytes that gradients may take until the norms are known, as in `unsum.WeightedSum`.
-        verify: Whether the model itself is asked if samples interact: None in the first step, True, False.
-        scaler: Refused: a GradScaler that skips a step would tell about the data. Use bfloat16, which needs none.
+        verify: When to test whether samples interact: None in the first step, True in every step, False never.
+        scaler: Not supported, raises an error: a step that a GradScaler skips reveals something about the data. Use
+            bfloat16, which needs none.
 
     Examples:
         >>> model = nn.Linear(3, 1)

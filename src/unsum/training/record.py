@@ -15,8 +15,8 @@ from unsum.notebook import element
 
 @dataclass(frozen=True)
 class NonFinite:
-    """The first value of a step that is NaN or infinite: in the order of the forward, then of the backward. Where a
-    parameter itself is not finite, `site` is its name: an earlier step has broken it.
+    """The first value of a step that is NaN or infinite: in the order of the forward, then of the backward. If a
+    parameter was not finite before the step, `site` is its name: an earlier step made it so.
 
     Examples:
         >>> print(NonFinite("fc1:output", "nan", sample=3, position=7, parameter="fc1.weight"))
@@ -47,7 +47,7 @@ class NonFinite:
 
 @dataclass
 class Layer:
-    """What one layer (a module with parameters of its own) has shown in a step. None: not seen."""
+    """Statistics of one layer (a module with parameters of its own) in a step. None: not measured."""
 
     output: float | None = None  # root mean square of its output
     grad_output: float | None = None  # the same of the gradient at its output
@@ -60,7 +60,7 @@ class Layer:
 
 @dataclass
 class Record:
-    """One watched step. Print it for one line; `as_dict` is what sinks write.
+    """The record of one watched step. It prints as one line; sinks write `as_dict()`.
 
     Examples:
         >>> record = Record(step=3, loss=0.5, norms=torch.tensor([1.0, 2.0]), ids=[0, 1])
@@ -94,7 +94,7 @@ class Record:
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Record:
-        """A record from what `as_dict` gave; unknown fields are left out."""
+        """A record from the result of `as_dict`; unknown fields are ignored."""
         known = {each.name for each in fields(cls)}
         values = {name: value for name, value in found.items() if name in known}
         for name in ("loss", "noise_scale", "seconds"):
@@ -113,7 +113,7 @@ class Record:
         return cls(**values)
 
     def scalars(self) -> dict[str, float]:
-        """{name: number}: what a logger draws as curves."""
+        """{name: number}: the numbers that loggers draw as curves."""
         found: dict[str, float | None] = {"loss": self.loss, "noise_scale": self.noise_scale}
         if self.norms is not None and len(self.norms):
             found |= {"norm/median": _middle(self.norms), "norm/largest": float(self.norms.max())}

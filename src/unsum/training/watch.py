@@ -50,7 +50,7 @@ class _Step:
 
 
 class Watch:
-    """What `unsum.watch` gives: `with watch:` around the forward and the backward of one step, however many
+    """The result of `unsum.watch`: open `with watch:` around the forward and the backward of one step, however many
     micro-batches it has; then `watch.last` is the step's record, and `watch.history` has the last ones.
 
     Examples:
@@ -100,7 +100,7 @@ class Watch:
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     def open(self, step: int | None = None) -> Watch:
-        """A step begins. `step` is its number; without it, steps are counted from 0."""
+        """Begin a step. `step` is its number; without it, steps are counted from 0."""
         if self._opened is not None:
             raise OptionError("watch: a step is open already; close() it first")
         seams.refuse_capturing("unsum.watch")
@@ -120,7 +120,7 @@ class Watch:
         return self
 
     def close(self) -> None:
-        """The step is over. Safe to call twice."""
+        """End the step. Calling it twice is allowed."""
         error = None if self._opened is None else self._opened[0].raised()
         self.__exit__(None if error is None else type(error), error, None)
 
@@ -169,19 +169,19 @@ class Watch:
         return [*self._history, *map(self._read, self._steps)]
 
     def flush(self) -> None:
-        """Complete all records, and let the sinks write what they hold back."""
+        """Complete all records, and let the sinks write what they have buffered."""
         while self._steps:
             self._finish(self._steps.popleft())
         self._sinks.flush()
 
     def report(self, path: str | os.PathLike[str]) -> Any:
-        """Write a page on the run: norms over time, outliers with their texts, the noise scale, the layers."""
+        """Write an HTML page about the run: norms over time, outliers with their texts, the noise scale, the layers."""
         from unsum.training.page import write
 
         return write(self.history, path)
 
     def loader(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Go over a loader's batches, and take the samples' ids and texts from them."""
+        """Iterate over a loader's batches, and read the samples' ids and texts from them."""
         for batch in loader:
             self._ids.note(batch)
             steps = self._number
@@ -192,7 +192,7 @@ class Watch:
                            "ids are whose: samples are counted by rows from now on")  # fmt: skip
 
     def note(self, batch: Any) -> None:
-        """Take ids and texts from a batch of the step under way, or of the next one."""
+        """Read ids and texts from a batch of the current step, or of the next one."""
         self._ids.note(batch)
 
     def _complete(self, *, wait: bool) -> None:
@@ -283,8 +283,8 @@ def watch(
     history: int = 10_000,
 ) -> Watch:
     """Record every step of a training run, or every k-th: losses, per-sample gradient norms, outliers, the gradient
-    noise scale, statistics of every layer, and where the first value is that is not finite. Gradients are the same as
-    without, to rounding.
+    noise scale, statistics of every layer, and the place of the first value that is not finite. Gradients are the
+    same as without `watch`, up to rounding.
 
     Args:
         model: Any module; also wrapped (DDP) or compiled.
@@ -293,20 +293,20 @@ def watch(
             `unsum.sinks` has TensorBoard, Weights & Biases, MLflow, Trackio and the console.
         optimizer: If given, one or a list, each layer's record has the size of the optimizer's update over that of its
             weights. Costs a copy of the parameters during the optimizer's step.
-        layers: False records no activations and no gradients at layers' outputs (norms of parameters stay); so it is in
-            a compiled model, which shows none. On a GPU, gradients at outputs are looked at in every eighth record.
+        layers: False records no activations and no gradients at layers' outputs; norms of parameters are still
+            recorded. The same holds for a compiled model. On a GPU, every eighth record has gradients at outputs.
         samples: Where the samples are, as in `unsum.gradients`.
-        params: A glob that chooses parameters by name, or a list of globs.
+        params: A glob of parameter names, or a list of globs: only these parameters.
         loss_reduction: "mean" says that each micro-batch's loss is a mean over its samples: norms are then those of
             each sample's own loss.
-        scaler: A GradScaler whose scale is to be taken out.
-        interacting: "error" refuses a model in which samples interact (batch norm in training), in the first step;
-            later, a step that is refused has no norms, and a warning says why. "exact" takes each sample's part of the
-            loss.
-        ids: Where a batch has its samples' ids: a key or an attribute, or a function of the batch. Used by
+        scaler: A GradScaler; gradients are divided by its scale.
+        interacting: "error" raises `InteractionError` in the first step if samples interact (batch norm in training);
+            a later step that unsum refuses has no norms, and a warning says why. "exact" records the gradient of each
+            sample's part of the loss.
+        ids: How to find the samples' ids in a batch: a key, an attribute, or a function of the batch. Used by
             `watch.loader(loader)` and `watch.note(batch)`. Without it, the keys "id", "ids", "idx" and "index" are
-            tried; else ids are row numbers of the step.
-        text: Where a batch has its samples' texts, likewise: records of outliers then have them.
+            tried; otherwise ids are row numbers of the step.
+        text: How to find the samples' texts, in the same way; records of outliers then contain them.
         threshold: How far an outlier is from the others (`unsum.training.outliers` states the rule).
         window: How many samples' norms the rule looks at.
         history: How many records `watch.history` keeps.

@@ -115,7 +115,7 @@ class _Outlet:
             why = f"{type(error).__name__}: {error}".rstrip(": ")
             warnings.warn(
                 f"unsum.watch: the sink {name_of(self._sink)} failed ({why}); training goes on. The last {KEPT:,} "
-                "records are kept and tried again with each later one and at flush(); this is told once",
+                "records are kept and tried again with each later one and at flush(); this warning appears once",
                 stacklevel=6,
             )
 
@@ -139,7 +139,7 @@ def _sink(given: Any) -> Sink:
         held = f"{type(given).__name__} is no sink" if not isinstance(given, Sequence) else "a list in a list"
         raise OptionError(f"to={given!r}: {held}; give {_CHOICES}. {_hint(given)}".rstrip())
     if inspect.iscoroutinefunction(given):
-        raise OptionError(f"to={name_of(given)}: an async function, which nobody would await; give a plain function")
+        raise OptionError(f"to={name_of(given)}: an async function, which is never awaited; give a plain function")
     if isinstance(given, type):
         raise OptionError(f"to={given.__name__}: a class; give an instance that can be called with a record")
     try:
