@@ -98,3 +98,56 @@ def test_the_curvature_beside_the_rows(damage, tmp_path):
     with pytest.raises(OptionError, match=r"curvature.safetensors.*\n.*called again"):
         i.query(model, classified, (X, Y), score="influence")
     assert built(tmp_path / "i", model, curvature=c).verify() == [] and bytes_of(tmp_path / "i") == before
+
+
+@pytest.mark.parametrize("again", [{}, {"shard": 0}])
+def test_a_bit_that_flipped_before_the_build_was_done(again, tmp_path):
+    wanted = built(tmp_path / "whole").rows(0, 23)
+    options = {"project": 3, "batch_size": 4, "shard_size": 8, "dtype": "float32"}
+    unsum.index.build(mlp(), classified, DATA, tmp_path / "i", shard=0, **options)
+    shard = tmp_path / "i" / "shard-000000.safetensors"
+    before = shard.read_bytes()
+    shard.write_bytes(before[:-5] + bytes([before[-5] ^ 0x40]) + before[-4:])
+    unsum.index.build(mlp(), classified, DATA, tmp_path / "i", **again, **options)
+    assert shard.read_bytes() == before
+    i = built(tmp_path / "i")
+    assert i.verify() == [] and torch.equal(i.rows(0, 23), wanted)
+
+
+def test_open_names_damaged_files_if_it_is_asked_to(tmp_path):
+    built(tmp_path / "i")
+    assert len(unsum.index.open(tmp_path / "i", verify=True)) == 23
+    shard = tmp_path / "i" / "shard-000001.safetensors"
+    before = shard.read_bytes()
+    shard.write_bytes(before[:-5] + bytes([before[-5] ^ 0x40]) + before[-4:])
+    with pytest.raises(OptionError, match="damaged or missing: shard-000001.safetensors"):
+        unsum.index.open(tmp_path / "i", verify=True)
+
+
+@pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: file.write_bytes(b"PAR1 no more")])
+def test_texts_that_are_damaged_are_named_by_a_query(damage, tmp_path):
+    i = built(tmp_path / "i", **NAMED)
+    for file in (tmp_path / "i").glob("examples-*"):
+        damage(file)
+    with pytest.raises(OptionError, match=r"examples-00000\d.parquet: damaged or missing"):
+        i.query(mlp(), classified, (X[:2], Y[:2]))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"ids": [f"other {k}" for k in range(23)]}, {"text": lambda example: "other"}, {"text": None}],
+    ids=["list", "function", "none"],
+)
+def test_other_ids_or_texts_are_refused_when_a_build_goes_on(other, tmp_path):
+    options = {"project": 3, "batch_size": 4, "shard_size": 8, "dtype": "float32"}
+    unsum.index.build(mlp(), classified, DATA, tmp_path / "i", shard=0, **NAMED, **options)
+    with pytest.raises(OptionError, match=f"{next(iter(other))}= differ"):
+        unsum.index.build(mlp(), classified, DATA, tmp_path / "i", **{**NAMED, **other}, **options)
+    i = built(tmp_path / "i", **NAMED)
+    assert i.query(mlp(), classified, (X[:1], Y[:1]), k=23).names[0][0] == NAMED["ids"][0]
+
+
+def test_other_parameters_are_told_by_their_option(tmp_path):
+    built(tmp_path / "i", params="0.*")
+    with pytest.raises(OptionError, match=r"other parameters are chosen \(params="):
+        built(tmp_path / "i", params="*")

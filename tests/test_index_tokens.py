@@ -265,7 +265,7 @@ def test_the_second_stage_needs_the_data(tmp_path):
     asked = TOKENS[:2], LABELS[:2]
     with pytest.raises(OptionError, match="needs the data set"):
         i.query(model, classified, asked, rerank=5)
-    with pytest.raises(OptionError, match="8 examples, and the index 9"):
+    with pytest.raises(OptionError, match="it has 8 examples, not 9"):
         i.query(model, classified, asked, rerank=5, data=Examples(TOKENS[:8], LABELS[:8]))
     with pytest.raises(OptionError, match="no curvature"):
         i.query(model, classified, asked, rerank=5, data=EQUAL, score="influence")

@@ -7,6 +7,7 @@ from typing import Any
 
 import unsum
 from unsum.command import TARGET, aside, command, count, target_name, written
+from unsum.errors import OptionError
 from unsum.target import everything, task
 
 _TASK = (
@@ -105,6 +106,9 @@ def _query(arguments: argparse.Namespace) -> None:
         model, loss_fn, batch = everything(arguments.target)
         data, options = (None, {}) if arguments.data is None else task(arguments.data)[2:]
         opened = unsum.index.open(arguments.path, data, collate=options.get("collate"))
+        if data is None and (arguments.rerank is not None or (arguments.tokens and not opened.info["tokens"])):
+            option = "--tokens" if arguments.rerank is None else "--rerank"
+            raise OptionError(f"{option} needs the data set: add --data, with the target that build was given")
         hits = opened.query(
             model, loss_fn, batch, arguments.k, arguments.score,
             by=arguments.by, rerank=arguments.rerank, tokens=arguments.tokens,

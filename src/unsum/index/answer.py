@@ -84,9 +84,6 @@ class Answers:
                 f"query({what}): the data has {len(self.data)} examples, and the index {self.stored.info['examples']}: "
                 "it is not the data set that it was built from, or several documents are in one example"
             )
-        known = self.stored.info["data"]
-        if "examples" in known and looked_at(self.data) != known["content"]:
-            raise OptionError(f"query({what}): the data is not what the index was built from: other examples, or order")
         return [self.data[number] for number in numbers.tolist()]
 
 
@@ -96,6 +93,20 @@ def told(hits: Hits, stored: Stored, data: Any) -> Hits:
     if data is not None and is_by_example(data, stored):
         examples = [[data[number] for number in row] for row in hits.ids.tolist()]
     return replace(hits, names=named.get("id"), texts=named.get("text"), examples=examples)
+
+
+def fitting(data: Any, stored: Stored) -> Any:
+    """A data set, if it can be the one that the index was built from: as long, and the same in some examples."""
+    if data is None:
+        return None
+    if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        raise OptionError("data=: a list or a Dataset, whose examples can be asked for by number")
+    known = stored.info["data"]
+    if "examples" in known and (len(data) != known["examples"] or looked_at(data) != known["content"]):
+        why = f"it has {len(data)} examples, not {known['examples']}" if len(data) != known["examples"] else (
+            "other examples, or another order")  # fmt: skip
+        raise OptionError(f"data=: not what the index was built from: {why}")
+    return data
 
 
 def is_by_example(data: Any, stored: Stored) -> bool:

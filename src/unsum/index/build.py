@@ -100,7 +100,10 @@ def build(
         ("project", project, 1), ("seed", seed, 0), ("sketches", sketches, 1), ("shard_size", shard_size, 1),
         ("shards", shards, 1), ("shard", shard, 0), ("batch_tokens", batch_tokens, 1),
     ):  # fmt: skip
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        may_be_none = name not in ("project", "seed", "sketches")
+        if value is None and may_be_none:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise OptionError(f"{name}={value!r}: a whole number, {least} or more")
     if sum(option is not None for option in (shard, part)) > 1 or None not in (shards, shard_size):
         raise OptionError("build: give shard= or part=, and shards= or shard_size=; not both")
@@ -149,6 +152,8 @@ def _check_options(loss_fn: Any, curvature: Any, dtype: Any, tokens: Any, sketch
 
 
 def _folder(path: str | os.PathLike[str]) -> Path:
+    if not os.fspath(path):
+        raise OptionError("path='': name the folder of the index")
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -203,7 +208,7 @@ def _work(builder: Builder, own: Sequence[int] | None, ranks: Ranks) -> None:
         _fill(builder, own, ranks)
         if ranks.count > 1:
             for number in range(builder.cut.shards() or 0):
-                if builder.missing([number]):
+                if builder.missing([number], every_byte=False):
                     builder.make(number, lambda *_: builder.listen(), others=True)
         builder.come_along()
     except OtherRankFailed:

@@ -37,8 +37,7 @@ class Builder:
         self._mark = ""  # what shards say they belong to
         self._ranks, self._is_stepping = ranks, False
         cut.needs_lengths = tokens
-        # A build that goes on looks at the ends of its shards. Once it is complete, calling it again is a repair: every
-        # byte is read.
+        self._whole: dict[int, tuple[int, int]] = {}  # shards of which every byte was read, by time and size
         self.is_complete = (folder / store.MANIFEST).exists()
 
     def prepare(self, shard_size: int | None, shards: int | None) -> None:
@@ -59,7 +58,8 @@ class Builder:
 
     def _asked(self) -> dict[str, Any]:
         asked = plan.wanted(self._maker, self.cut, self._dtype, tokens=self._tokens)
-        asked["texts"] = {"ids": self._ids is not None, "text": self._text is not None}
+        first = self.cut.first() if callable(self._ids) or callable(self._text) else None
+        asked["texts"] = {"ids": texts.mark(self._ids, first), "text": texts.mark(self._text, first)}
         return asked
 
     def _differ(self, rank: int, first: Mapping[str, Any], other: Mapping[str, Any]) -> Exception:
@@ -121,12 +121,27 @@ class Builder:
                 "model's mode (train, eval) or the data is another.\n  give the same, or another path"
             )
 
-    def missing(self, numbers: Iterable[int]) -> list[int]:
-        """Those of these shards that are not there whole."""
-        return [number for number in numbers if self._at(number) is None]
+    def missing(self, numbers: Iterable[int], *, every_byte: bool = True) -> list[int]:
+        """Those of these shards that are not there whole. Without `every_byte` headers and lengths decide: for shards
+        that other processes of this run have just written."""
+        return [number for number in numbers if self._at(number, every_byte=every_byte) is None]
 
-    def _at(self, number: int) -> store.Shard | None:
-        return texts.shard_at(self.folder, number, self.plan, self._mark, every_byte=self.is_complete)
+    def _at(self, number: int, *, every_byte: bool = True) -> store.Shard | None:
+        """A shard that is there whole. Its bytes are read once."""
+        known = every_byte and self._stamp(number)
+        found = texts.shard_at(
+            self.folder, number, self.plan, self._mark, every_byte=every_byte and self._whole.get(number) != known
+        )
+        if found is not None and known:
+            self._whole[number] = known
+        return found
+
+    def _stamp(self, number: int) -> tuple[int, int] | None:
+        try:
+            told = (self.folder / store.shard_name(number)).stat()
+        except OSError:
+            return None
+        return told.st_mtime_ns, told.st_size
 
     def make(self, number: int, advance: Callable[[int, int], None], *, others: bool = False) -> bool:
         """Make a shard, or go on with it; False if there is no data for it. `advance(examples, bytes)` hears of each
@@ -136,8 +151,8 @@ class Builder:
                 return True
             if not got:
                 raise OptionError(
-                    f"{self.folder}: another process makes shard {number}.\n  wait for it, or stop it; what it has "
-                    "written stays"
+                    f"{self.folder}: another process makes shard {number} ({locks.maker_of(self.folder, number)}).\n"
+                    "  wait for it, or stop it; what it has written stays"
                 )
             if self._at(number) is not None:
                 return True

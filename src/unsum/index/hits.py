@@ -66,7 +66,7 @@ class Hits:
             cells = [str(row["query"]), str(row["rank"]), str(row["example"]), f"{row['score']:.4g}"]
             cells += [f"{row['error']:.2g}"] if "error" in row else []
             cells += [str(row["position"])] if "position" in row else []
-            cells += [row["id"]] if "id" in row else []
+            cells += [_short(row["id"], 30)] if "id" in row else []
             lines.append([*cells, _short(row.get("text", ""))])
         return lines
 
@@ -139,6 +139,6 @@ def _aligned(lines: list[list[str]]) -> list[list[str]]:
     return [[*(cell.rjust(width) for cell, width in zip(cells, widths, strict=False)), cells[-1]] for cells in lines]
 
 
-def _short(text: str) -> str:
+def _short(text: str, most: int = 60) -> str:
     text = " ".join(text.split())
-    return text if len(text) <= 60 else text[:59] + "…"
+    return text if len(text) <= most else text[: most - 1] + "…"

@@ -14,7 +14,7 @@ from unsum.errors import OptionError
 from unsum.examples import SamplesOfBatch
 from unsum.index import alike, export, store, texts
 from unsum.index.alike import Pairs
-from unsum.index.answer import Answers, told
+from unsum.index.answer import Answers, fitting, told
 from unsum.index.data import Collate
 from unsum.index.hits import Hits
 from unsum.index.query import Asker
@@ -43,7 +43,8 @@ class Index:
             why = "a build that is not done; call unsum.index.build(...) again to finish it" if is_begun else "no index"
             raise OptionError(f"{folder}: {why}")
         self.info: dict[str, Any] = manifest
-        self._stored, self._data, self._collate = Stored(folder, manifest), _numbered(data), collate
+        self._stored, self._collate = Stored(folder, manifest), collate
+        self._data = fitting(data, self._stored)
 
     def __len__(self) -> int:
         return int(self.info["rows"])
@@ -116,7 +117,9 @@ class Index:
         if damping is not None and score != "influence":
             raise OptionError(f"query(damping={damping!r}): only score='influence' is damped")
         asker = Asker(self._stored, model, loss_fn, samples)
-        answers = Answers(self._stored, asker, score, self._data if data is None else _numbered(data), self._collate)
+        answers = Answers(
+            self._stored, asker, score, self._data if data is None else fitting(data, self._stored), self._collate
+        )
         asked = asker.rows(batch)
         where = next(iter(model.parameters())).device if device is None else torch.device(device)
         with exactly():
@@ -133,7 +136,9 @@ class Index:
 
     def _check_query(self, k: Any, score: Any, by: Any, rerank: Any, tokens: Any) -> None:
         for name, value in (("k", k), ("rerank", rerank)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if value is None and name == "rerank":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise OptionError(f"query({name}={value!r}): how many examples, 1 or more")
         if score not in ("dot", "cosine", "influence"):
             raise OptionError(f"score={score!r}: choose 'dot', 'cosine' or 'influence'")
@@ -189,19 +194,17 @@ class Index:
         return start, stop
 
 
-def _numbered(data: Any) -> Any:
-    if data is not None and not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-        raise OptionError("data=: a list or a Dataset, whose examples can be asked for by number")
-    return data
-
-
-def open(path: str | os.PathLike[str], data: Any = None, *, collate: Collate | None = None) -> Index:
+def open(
+    path: str | os.PathLike[str], data: Any = None, *, collate: Collate | None = None, verify: bool = False
+) -> Index:
     """An index that `unsum.index.build` made.
 
     Args:
         path: Its folder.
         data: The data set, a list or Dataset: then hits bring their examples along.
         collate: Makes a batch of a list of examples, as in `build`: for `rerank=` and `tokens=`.
+        verify: Read every byte first, and raise an error that names damaged files. A query itself notices only what
+            makes a file unreadable.
 
     Examples:
         >>> open("nowhere")
@@ -209,4 +212,10 @@ def open(path: str | os.PathLike[str], data: Any = None, *, collate: Collate | N
         ...
         unsum.errors.OptionError: nowhere: no index
     """
-    return Index(Path(path), data, collate)
+    found = Index(Path(path), data, collate)
+    if verify and (damaged := found.verify()):
+        raise OptionError(
+            f"{Path(path)}: damaged or missing: {', '.join(damaged)}.\n  unsum.index.build(...), called again, builds "
+            "them anew"
+        )
+    return found

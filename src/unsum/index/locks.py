@@ -34,11 +34,20 @@ def building(folder: Path, *, alone: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def shard(folder: Path, number: int) -> Iterator[bool]:
     """This process makes a shard; False if another one does."""
-    path = folder / f".shard-{number:06d}.lock"
+    path = _shard_lock(folder, number)
     with _locked(path, shared=False) as got:
         yield got
         if got:
             path.unlink(missing_ok=True)
+
+
+def maker_of(folder: Path, number: int) -> str:
+    """Which process makes a shard."""
+    return _holder(_shard_lock(folder, number))
+
+
+def _shard_lock(folder: Path, number: int) -> Path:
+    return folder / f".shard-{number:06d}.lock"
 
 
 @contextlib.contextmanager

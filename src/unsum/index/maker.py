@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unsum import samples as sample_maps
 from unsum.chance import Chance
 from unsum.check import LossFunction
 from unsum.choice import exactly
@@ -81,6 +82,11 @@ class Maker:
         reducer = self.sketch.rows()
         if not isinstance(reducer, TokenRows):
             return
+        if isinstance(where := sample_maps.read(samples), sample_maps.Ids) and (where.flat or where.given.dim() > 1):
+            raise UnsupportedError(
+                "build(tokens=True): packed documents have no rows for tokens.\n  build rows for documents, without "
+                "tokens=True"
+            )
         with alone("build"), _unsynchronised(self.model), gradients(
             self.model, reducer, samples=samples, params=self._params, grad=False
         ):  # fmt: skip

@@ -99,13 +99,17 @@ def difference(known: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
 
 def _words(key: str, known: Any, given: Any) -> str:
     if key == "parameters" and isinstance(known, dict):
-        names = [name for name in {**known, **given} if known.get(name) != given.get(name)]
+        if others := sorted(known.keys() ^ given.keys()):
+            return f"other parameters are chosen (params=, requires_grad): {', '.join(others[:3])}"
+        names = [name for name in known if known[name] != given[name]]
         return f"the model's parameters differ ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})"
     if key in ("sketch", "data") and isinstance(known, dict):
         parts = [f"{name}: {known.get(name)!r}, now {given.get(name)!r}"
                  for name in {**known, **given} if known.get(name) != given.get(name)]  # fmt: skip
         what = "the projection or curvature" if key == "sketch" else "the data"
         return f"{what} differs ({', '.join(parts)})"
+    if key == "texts" and isinstance(known, dict):
+        return f"{' and '.join(f'{name}=' for name in known if known[name] != given.get(name))} differ"
     if key == "rest":
         return "what is not trained of the model (frozen parameters, buffers) differs"
     return f"the {key} differs ({known!r}, now {given!r})"

@@ -4,6 +4,7 @@ renaming, when it has reached the disk."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import json
 import os
@@ -22,6 +23,7 @@ PLAN, MANIFEST, CURVATURE = "plan.json", "manifest.json", "curvature.safetensors
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError)  # what reading a damaged file may raise
 PACKAGES = ("safetensors", "numpy", "pyarrow")  # what an index needs beside torch
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BLOCK = 1 << 20  # numbers whose squares are added at a time
 _NUMPY = {
     torch.float16: "<f2", torch.bfloat16: "<u2", torch.float32: "<f4", torch.int32: "<i4", torch.int64: "<i8",
@@ -175,7 +177,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if not 2 <= size <= 100_000_000:
-            raise ValueError(f"{path}: no safetensors file")
+            raise ValueError(f"{path}: not a safetensors file")
         header = json.loads(file.read(size))
     end = max(place["data_offsets"][1] for name, place in header.items() if name != "__metadata__")
     if path.stat().st_size != 8 + size + end:
@@ -200,6 +202,14 @@ def put(folder: Path, name: str, data: bytes) -> None:
         raise
 
 
+def damaged(path: Path, error: Exception) -> OptionError:
+    """The error of who cannot read a file of an index."""
+    return OptionError(
+        f"{path}: damaged or missing ({str(error).splitlines()[0] if str(error) else type(error).__name__}).\n  "
+        "i.verify() names all such, and unsum.index.build(...), called again, builds them anew"
+    )
+
+
 @contextlib.contextmanager
 def telling(path: Path) -> Iterator[None]:
     """A write that fails is told with its file."""
@@ -207,8 +217,9 @@ def telling(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         why = error.strerror or type(error).__name__
+        remedy = "make room" if error.errno in _FULL else "see to it"
         raise UnsumError(
-            f"cannot write {path}: {why}.\n  what was written before is whole: make room, and call build again"
+            f"cannot write {path}: {why}.\n  what was written before is whole: {remedy}, and call build again"
         ) from error
 
 

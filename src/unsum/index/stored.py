@@ -34,10 +34,7 @@ class Stored:
                 if shard.rows != told["rows"]:
                     raise ValueError(f"{shard.rows} rows, and the manifest says {told['rows']}")
             except store.DAMAGED as error:
-                raise OptionError(
-                    f"{self.folder / told['file']}: damaged or missing ({error}).\n  i.verify() names all such, "
-                    "and unsum.index.build(...), called again, builds them anew"
-                ) from error
+                raise store.damaged(self.folder / told["file"], error) from error
             found.append(shard)
         return found
 

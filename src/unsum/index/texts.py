@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from unsum.errors import OptionError
+from unsum.fingerprint import content
 from unsum.index import store
 from unsum.index.data import Part
+
+_LOOKED_AT = 64  # entries of a list of ids
 
 Source = Callable[[Any], Any] | str | Sequence[Any] | None
 
@@ -62,7 +65,35 @@ def _of(part: Part, rows: int, source: Source, what: str, first: int) -> list[st
             f"{what}=: {len(found)} for a batch of {rows} rows; for packed documents give a function of the batch, and "
             "the data as batches: a DataLoader"
         )
-    return [str(value.item() if hasattr(value, "item") else value) for value in found]
+    return [_valid(value.item() if hasattr(value, "item") else value, what) for value in found]
+
+
+def _valid(value: Any, what: str) -> str:
+    """As a string that a file can hold: half of a pair of code units, as scraped JSON has them, becomes U+FFFD."""
+    if value is None:
+        raise OptionError(f"{what}=: got None for an example; give each one a value")
+    return str(value).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def mark(source: Source, first: Part | None) -> str | None:
+    """What tells ids or texts from others: written down in the plan, and compared when a build goes on. Of a function,
+    what it says of the first batch."""
+    if source is None:
+        return None
+    if isinstance(source, str):
+        return f"part {source}"
+    if callable(source):
+        if first is None:
+            return "function"
+        told = source(first.batch) if first.examples is None else [source(example) for example in first.examples]
+        return f"function {content(_plain(told))}"
+    places = sorted({k * (len(source) - 1) // (_LOOKED_AT - 1) for k in range(_LOOKED_AT)}) if len(source) else []
+    return f"list of {len(source)} {content([str(source[k]) for k in places])}"
+
+
+def _plain(value: Any) -> Any:
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return [str(one) for one in value] if isinstance(value, list | tuple) else str(value)
 
 
 def _asked(example: Any, source: Any, what: str) -> Any:
@@ -98,8 +129,11 @@ def write(folder: Path, number: int, named: Sequence[Named]) -> int:
 
 def of_examples(folder: Path, shard: int, places: Sequence[int]) -> dict[str, list[str]]:
     """{"id": …, "text": …} of some examples of a shard, as far as there are."""
-    parquet = store.needed("pyarrow.parquet")
-    table = parquet.read_table(folder / store.texts_name(shard), memory_map=True)
+    parquet, path = store.needed("pyarrow.parquet"), folder / store.texts_name(shard)
+    try:
+        table = parquet.read_table(path, memory_map=True)
+    except store.DAMAGED as error:
+        raise store.damaged(path, error) from error
     return {name: table.column(name).take(list(places)).to_pylist() for name in table.column_names}
 
 
