@@ -1,4 +1,4 @@
-"""`check`: are the gradients per sample those of plain autograd, on this very model?"""
+"""`check`: are the per-sample gradients those of plain autograd, on this very model?"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter: how far its gradients per sample are from plain autograd's."""
+    """One parameter: how far its per-sample gradients are from plain autograd's."""
 
     name: str
     error: float  # relative to the largest gradient of a sample, over all parameters
@@ -68,7 +68,7 @@ class Checked:
 
     def _repr_html_(self) -> str:
         word = '<b class="good">ok</b>' if self.ok else '<b class="bad">NOT ok</b>'
-        told = f"gradients per sample of {len(self.rows):,} parameter tensors, compared with plain autograd"
+        told = f"per-sample gradients of {len(self.rows):,} parameter tensors, compared with plain autograd"
         why = (
             "" if self.interacting is None else f'<div class="note">{escape(interaction_told(self.interacting))}</div>'
         )
@@ -88,7 +88,7 @@ class Checked:
 
 
 def check(model: nn.Module, loss_fn: LossFunction, batch: Any, *, samples: Samples | Tensor | None = None) -> Checked:
-    """Compare the gradients per sample with plain autograd, which differentiates each sample's loss by itself.
+    """Compare the per-sample gradients with plain autograd, which differentiates each sample's loss by itself.
 
     Nothing of the model's is changed: gradients, buffers and random numbers are set aside meanwhile.
 

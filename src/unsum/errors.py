@@ -17,7 +17,7 @@ UnsumError
 │   ├── BackwardOrder    a second backward, or one in another order than a reducer can use
 │   ├── NotAvailable     a read that these gradients do not have: positions, outer products, what was not kept
 │   └── NotFinite        a loss or a gradient that is NaN or infinite
-├── InteractionError     samples interact, so that a gradient per sample is not what it seems
+├── InteractionError     samples interact, so that a per-sample gradient is not what it seems
 └── UnsupportedError     something that unsum refuses by name rather than get it wrong
 
 UnreadEdit               a warning: nothing that the model returned, and no loss, depends on an edited value
@@ -125,7 +125,7 @@ class NotFinite(SamplesError):
 
 
 class InteractionError(UnsumError):
-    """Samples interact, so that a gradient per sample is not what it seems."""
+    """Samples interact, so that a per-sample gradient is not what it seems."""
 
 
 class UnsupportedError(UnsumError):

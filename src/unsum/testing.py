@@ -32,7 +32,7 @@ def assert_exact(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Checked
     """
     found = check(model, loss_fn, batch)
     if not found.ok:
-        raise AssertionError(f"gradients per sample are not those of plain autograd: {found}")
+        raise AssertionError(f"per-sample gradients are not those of plain autograd: {found}")
     return found
 
 

@@ -45,7 +45,7 @@ def _call(node: Node, grads: Grads) -> Sequence[Tensor | None]:
         result = _elsewhere(lambda: node(*grads)) if remembers_memory(node) else node(*grads)
     except RuntimeError as error:
         raise UnsupportedError(
-            f"the backward of {node.name()} cannot be run a second time, which gradients by sample need: {error}.",
+            f"the backward of {node.name()} cannot be run a second time, which per-sample gradients need: {error}.",
             write="with unsum.gradients(model, params='head.*') as g: ...  # parameters that lie after it alone",
         ) from error
     return result if isinstance(result, tuple) else (result,)
