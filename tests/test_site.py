@@ -101,6 +101,19 @@ def test_the_search_finds_the_words_of_the_field(address, browser):
     assert {asked: name for asked, name in found.items() if name not in SEARCHED[asked]} == {}
 
 
+@pytest.mark.parametrize("name", ["report", "watch", "gradient_index"])
+@pytest.mark.parametrize("size", [WIDE, PHONE], ids=["desktop", "phone"])
+def test_a_page_that_unsum_writes_is_shown_on_the_page_about_it(site, browser, name, size):
+    page = browser.new_page(viewport=size)
+    page.goto((site / f"{name}.html").as_uri())
+    frame = page.locator("iframe.example")
+    frame.scroll_into_view_if_needed()
+    inside = frame.element_handle().content_frame()
+    inside.locator("h1").wait_for()
+    assert inside.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert (site / page.locator("a", has_text="in a window of its own").get_attribute("href")).exists()
+
+
 SMALL = """() => [...document.querySelectorAll("img.picture")].map(image =>
     [image.getAttribute("src"), image.getBoundingClientRect().width, image.naturalWidth]
 ).filter(([, shown, natural]) => shown < 0.74 * natural)"""
