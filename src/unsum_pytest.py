@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def assert_exact() -> Any:
-    """`assert_exact(model, loss_fn, batch)`: the gradients per sample are those of plain autograd."""
+    """`assert_exact(model, loss_fn, batch)`: the per-sample gradients are those of plain autograd."""
     from unsum.testing import assert_exact as function
 
     return function

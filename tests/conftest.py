@@ -3,6 +3,9 @@
 import contextlib
 import gc
 import logging
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +32,18 @@ def ranks():
     """{2: two processes, 3: three}, for `ranks[2].run(check, ...)`. They start with the first check, for all files."""
     with processes.started(2, 3) as groups:
         yield groups
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    """The built site; a page, a link or an anchor that is not there ends the build."""
+    pytest.importorskip("material")
+    pytest.importorskip("mkdocstrings")
+    out = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", out]
+    done = subprocess.run(build, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
 
 
 @pytest.fixture

@@ -135,6 +135,15 @@ def test_only_blocks_in_a_row_with_the_same_events_share_a_lane(sites, lanes):
     assert sum(int(g.get("data-times", "1")) for g in drawn.all(role="event")) == len(sites)
 
 
+def test_layers_of_different_types_have_lanes_of_their_own():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Dropout(), nn.Linear(4, 4), nn.ReLU())
+    with unsum.capture(model, "*:output") as got:
+        model(torch.randn(2, 4))
+    assert [event.type for event in got.trace()] == ["Linear", "ReLU", "Dropout", "Linear", "ReLU"]
+    drawn = Drawn(got.trace().picture())
+    assert [g.get("data-name") for g in drawn.all(role="lane")] == list("01234")
+
+
 def test_two_lanes_are_never_written_alike():
     long = "base_model.model." + "encoder." * 12
     names = [f"{long}layers.{k}.{'attention.' * 3}projection.default" for k in (0, 3, 10)]

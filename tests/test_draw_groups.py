@@ -55,6 +55,20 @@ def test_the_first_of_repeated_blocks_is_open_and_the_others_are_one_box():
     assert {f"blocks.{k}" for k in range(200)} < set(apart)
 
 
+def test_what_happens_before_the_first_block_does_not_make_it_differ():
+    model, x = Deep(6), torch.randn(3, 4)
+    model.first = nn.Sequential(nn.Linear(4, 8), nn.Unflatten(1, (2, 4)), nn.Flatten())  # views, which are not drawn
+    found = groups(draw(model(x).sum(), model, {"x": x}))
+    assert found["blocks.0"].get("data-folded") == "false" and found["blocks.1"].get("data-times") == "5"
+
+
+def test_a_long_name_of_a_loss_is_written_in_full():
+    model, x = nn.Linear(4, 2), torch.randn(3, 4)
+    loss = F.binary_cross_entropy_with_logits(model(x), torch.rand(3, 2))
+    written = ["".join(text.itertext()) for text in draw(loss, model, {"x": x}).root.iter(f"{SVG}text")]
+    assert "binary_cross_entropy_with_logits" in written
+
+
 def test_parameters_are_numbers_and_tensors_are_tensors():
     model, x = Deep(6), torch.randn(3, 4)
     model.blocks[2].up.weight.requires_grad_(False)

@@ -42,6 +42,14 @@ def test_several_texts_share_a_scale_words_get_spaces_and_padding_is_left_out():
     assert lists.html == page
 
 
+@pytest.mark.parametrize(
+    ("values", "said"), [([0.0, 2.0], "v: 0 +2"), ([0.0, -2.0], "v: −2 0"), ([-1.0, 2.0], "v: −2 +2"), ([0.0, 0.0], "")]
+)
+def test_the_legend_has_the_colours_that_are_there(values, said):
+    legend = Page(unsum.heatmap(["a", "b"], values, label="v").html).classed("legend-of")
+    assert [" ".join(each["text"].split()) for each in legend] == ([said] if said else [])
+
+
 def test_values_that_are_not_finite_are_outlined_and_do_not_set_the_scale():
     page = Page(unsum.heatmap(["a", "b", "c"], [float("nan"), float("inf"), 1.0]).html)
     assert [t["text"] for t in page.classed("odd")] == ["a", "b"]

@@ -137,6 +137,29 @@ def test_the_table_and_the_picture_say_the_numbers(gpt2, tmp_path):
     assert sweep._repr_svg_().startswith("<svg") and "<svg" in sweep.save(tmp_path / "sweep.html").read_text("utf-8")
 
 
+@pytest.mark.parametrize(
+    ("values", "ends", "said"),
+    [
+        ([0.0, 2.0], ["0.0", "2.0"], "coral: above the corrupt run"),
+        ([0.0, -2.0], ["-2.0", "0.0"], "blue: below the corrupt run"),
+        ([-1.0, 2.0], ["-2.0", "0.0", "2.0"], "blue: below the corrupt run; coral: above the corrupt run"),
+    ],
+    ids=["above", "below", "both"],
+)
+def test_the_legend_has_the_colours_that_are_there(values, ends, said):
+    sweep = PatchSweep(["a:output"], [0, 1], torch.tensor([values], dtype=torch.float64), 2.0, 0.0)
+    tree = ElementTree.fromstring(sweep.picture().svg)
+    texts = [text.text for text in tree.iter() if text.tag.endswith("text")]
+    assert texts[-1 - len(ends) :] == [*ends, said]
+    colours = {rect.get("class") for rect in tree.iter() if rect.tag.endswith("rect")}
+    assert ("coral" in colours, "blue" in colours) == ("coral" in said, "blue" in said)
+
+
+def test_a_number_that_rounds_to_zero_has_no_sign():
+    sweep = PatchSweep(["a:output"], [0, 1], torch.tensor([[-0.001, 9.0]], dtype=torch.float64), 9.0, 1.0)
+    assert str(sweep).splitlines()[-1].split() == ["a:output", "0.0", "9.0"]
+
+
 def test_numbers_that_are_not_finite_and_many_columns_are_shown():
     values = torch.full((70, 40), 1.5, dtype=torch.float64)
     values[0, 0], values[1, 1] = float("nan"), float("inf")

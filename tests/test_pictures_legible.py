@@ -1,5 +1,7 @@
 """Pictures of many architectures in a real browser, with its own letters: every text can be read."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ pytestmark = [
 ]
 
 SUITE = suite()
+DOCS = Path(__file__).parent.parent / "docs"
 SPREAD = (
     "gpt2", "gpt_neox", "bloom", "falcon", "llama", "gemma2", "phi3", "mamba", "rwkv", "mixtral", "jetmoe",
     "bert", "distilbert", "albert", "deberta-v2", "convbert", "funnel", "t5", "bart", "vit", "swin", "resnet",
@@ -76,6 +79,14 @@ def test_long_names_stay_in_their_boxes(troubles):
     loss = sum(module(x) for module in model.values()).sum()
     for fold in (None, 1, 99):
         assert troubles(unsum.draw(loss, model, {LONG: x}, fold=fold).svg) == []
+
+
+STORED = sorted(path for folder in ("drawn", "growth", "pictures") for path in (DOCS / folder).glob("*.svg"))
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_the_stored_pictures_of_the_pages_can_be_read(troubles, path):
+    assert troubles(path.read_text(encoding="utf-8")) == []
 
 
 FAULTS = {

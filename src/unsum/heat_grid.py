@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ _MARGIN, _ROW, _ROOM = 20.0, 26.0, 300.0
 _NARROW, _WIDE = 46.0, 110.0  # of a column with numbers in it
 _BARE = 18.0  # of a column without, where there are many
 _MOST = 24  # columns with numbers
+_SEEN = 0.005  # of the strongest colour: less is not drawn
 _STYLE = "# .cell { fill: var(--panel); }\n"
 _COLUMNS, _ROWS = 12, 60  # of a table of text
 
@@ -33,7 +34,7 @@ def figures(values: Tensor, middle: float, *others: float) -> Callable[[float], 
     largest = max((abs(v) for v in values.flatten().tolist() if math.isfinite(v)), default=0.0)
     if places > 6 or largest >= 1e5:
         return lambda value: f"{value:.3g}"
-    return lambda value: f"{value:.{places}f}" if math.isfinite(value) else number(value)
+    return lambda value: f"{value:z.{places}f}" if math.isfinite(value) else number(value)  # z: no "-0"
 
 
 def _furthest(values: Tensor, middle: float) -> float:
@@ -115,36 +116,42 @@ def grid(
             svg.open(told, data_role="cell", data_site=row, data_position=columns[c], data_value=repr(value))
             svg.rect(x + 1, y + 1, column - 2, _ROW - 2, "cell", 3)
             share = abs(value - corrupt) / furthest if furthest and math.isfinite(value) else 0.0
-            if share >= 0.005:
-                kind = "coral" if value > corrupt else "blue"
-                svg.rect(x + 1, y + 1, column - 2, _ROW - 2, kind, 3, opacity=f"{0.75 * share:.3f}")
+            if share >= _SEEN:
+                svg.rect(x + 1, y + 1, column - 2, _ROW - 2, _kind(value - corrupt), 3, opacity=f"{0.75 * share:.3f}")
             if with_numbers or not math.isfinite(value):
                 svg.text(x + column / 2, y + 17, said(value) if with_numbers else "×", "tiny middle")
             svg.close()
-    ends = [said(corrupt + k * furthest) for k in (-1, 0, 1)]
-    tall = _legend(svg, left, top + len(rows) * _ROW + 22, ends, furthest, clean - corrupt)
+    sides = [side for side in (-1, 1) if ((values - corrupt) * side >= _SEEN * furthest).any()] if furthest else []
+    ends = {side: said(corrupt + side * furthest) for side in (-1, 0, 1)}
+    tall = _legend(svg, left, top + len(rows) * _ROW + 22, sides, ends, clean - corrupt)
     told = "; ".join(f"{row}: {', '.join(map(said, line))}" for row, line in zip(rows, values.tolist(), strict=True))
     return svg.finish(title, f"Clean {said(clean)}, corrupt {said(corrupt)}. {told[:4000]}.", wide, tall, style=_STYLE)
 
 
-def _legend(svg: Svg, x: float, y: float, ends: Sequence[str], furthest: float, to_clean: float) -> float:
-    """Seven cells from the lowest colour to the highest, with the numbers at both ends and in the middle, and which
-    colour leads to the clean run."""
-    if not furthest:
+def _legend(svg: Svg, x: float, y: float, sides: Sequence[int], ends: Mapping[int, str], to_clean: float) -> float:
+    """Cells from the corrupt run's colour to the strongest, on the sides (-1: below, 1: above) that are drawn, and
+    which of them leads to the clean run."""
+    if not sides:
         svg.text(x, y + 4, "no patch changes the metric", "small faint")
         return y + 20
-    for k in range(7):
-        share = abs(k - 3) / 3
-        svg.rect(x + 24 * k, y, 24, 12, "cell", 0)
-        if share:
-            svg.rect(x + 24 * k, y, 24, 12, "coral" if k > 3 else "blue", 0, opacity=f"{0.75 * share:.3f}")
-    for k, text in zip((0, 3, 6), ends, strict=True):
-        svg.text(x + 24 * k + 12, y + 26, text, "tiny middle")
-    below, above = (", away from the clean run", ", towards the clean run") if to_clean > 0 else (
-        ", towards the clean run", ", away from the clean run") if to_clean < 0 else ("", "")  # fmt: skip
-    svg.text(x, y + 44, f"coral: above the corrupt run{above}", "tiny faint")
-    svg.text(x, y + 58, f"blue: below the corrupt run{below}", "tiny faint")
-    return y + 72
+    first, last = 3 * min(0, *sides), 3 * max(0, *sides)
+    for k in range(first, last + 1):
+        svg.rect(x + 24 * (k - first), y, 24, 12, "cell", 0)
+        if k:
+            svg.rect(x + 24 * (k - first), y, 24, 12, _kind(k), 0, opacity=f"{0.25 * abs(k):.3f}")
+    for side in sorted({0, *sides}):
+        svg.text(x + 24 * (3 * side - first) + 12, y + 26, ends[side], "tiny middle")
+    told = {-1: "blue: below the corrupt run", 1: "coral: above the corrupt run"}
+    for line, side in enumerate(sides):
+        towards = (
+            "" if not to_clean else ", towards the clean run" if side * to_clean > 0 else ", away from the clean run"
+        )
+        svg.text(x, y + 44 + 14 * line, told[side] + towards, "tiny faint")
+    return y + 44 + 14 * len(sides)
+
+
+def _kind(distance: float) -> str:
+    return "coral" if distance > 0 else "blue"
 
 
 def _visible(word: str) -> str:

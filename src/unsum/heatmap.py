@@ -46,15 +46,27 @@ def style() -> str:
     return inlined("heatmap.css", "unsum")
 
 
-def largest(tokens: Iterable[Token]) -> float:
-    """The largest distance from 0, to which the colours are scaled."""
-    return max((abs(t.score) for t in tokens if t.score and math.isfinite(t.score)), default=0.0)
+def ends(tokens: Iterable[Token]) -> tuple[float, float]:
+    """The lowest and the highest value, 0 between them; colours are scaled to the one further from 0.
+
+    Examples:
+        >>> ends([Token(0, "a", "", 0.5), Token(1, "b", "", 2.0)])
+        (0.0, 2.0)
+    """
+    values = [t.score for t in tokens if t.score and math.isfinite(t.score)]
+    return min([0.0, *values]), max([0.0, *values])
 
 
-def legend(label: str, most: float) -> str:
-    """From the lowest colour to the highest, with their values."""
-    scale = f'{signed(-most)} <span class="scale"><i></i> {signed(most)}</span>'  # not broken at the end of a line
-    return f'<div class="legend-of">{escape(label)}: {scale}</div>' if most else ""
+def legend(label: str, low: float, high: float) -> str:
+    """The colours that are there and the values of the strongest: on both sides of 0 alike, or on one."""
+    most = max(-low, high)
+    if not most:
+        return ""
+    side = "" if low and high else "above" if high else "below"
+    kind = f' class="{side}"' if side else ""
+    first, last = signed(-most) if low else "0", signed(most) if high else "0"
+    scale = f'{first} <span class="scale"><i{kind}></i> {last}</span>'  # not broken at the end of a line
+    return f'<div class="legend-of">{escape(label)}: {scale}</div>'
 
 
 def span(token: Token, most: float, *, is_found: bool = False) -> str:
@@ -115,12 +127,13 @@ class Heatmap:
         return where
 
     def _body(self) -> str:
-        most = largest(token for row in self._rows for token in row)
+        low, high = ends(token for row in self._rows for token in row)
+        most = max(-low, high)
         rows = "".join(
             f'<div class="tokens row" dir="auto">{"".join(span(token, most) for token in row)}</div>\n'
             for row in self._rows
         )
-        return f"{legend(self._label, most)}{rows}"
+        return f"{legend(self._label, low, high)}{rows}"
 
     def _repr_html_(self) -> str:
         return element(self._body(), style=style(), kind="unsum-tokens notebook")

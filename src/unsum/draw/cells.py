@@ -69,7 +69,7 @@ def pill_width(op: Operation | None) -> float:
 
 def pill_text(op: Operation) -> str:
     """What is written on an operation."""
-    return ("◆ " if op.is_meeting else "") + shorten(op.said or op.name, ROOM, 12)
+    return ("◆ " if op.is_meeting else "") + shorten(op.said or op.name, ROOM + 60, 12)
 
 
 def elements_of(folding: Folding, group: Group) -> list[str]:

@@ -199,7 +199,8 @@ def _signature(group: Group, scene: Scene) -> object:
         sites = tuple((how, site[stem:]) for how, site in box.sites)
         parts.append((box.role, name, box.shape, box.gradient, bool(box.norms), sites, box.is_cut))
     for arrow in scene.arrows_into(number):
-        parts.append((number.get(arrow.source), number[arrow.target], arrow.gradient, arrow.through))
+        through = arrow.through if arrow.source in number else ()  # what happens before a block is none of it
+        parts.append((number.get(arrow.source), number[arrow.target], arrow.gradient, through))
     return tuple(parts)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unsum.errors import SiteError, UnknownSite
 from unsum.flow.flow import Flow
@@ -42,6 +42,12 @@ def entry(spot: Spot, kept: Kept, tensor: Tensor, backward: int | None) -> Entry
     """The entry of what was kept of a tensor."""
     is_ragged = tensor.is_nested and tensor.layout == torch.strided  # such a tensor has no shape
     return Entry(spot, kept, backward, () if is_ragged else tensor.shape, tensor.dtype)
+
+
+def _event(entry: Entry) -> Event:
+    spot, module = entry.spot, entry.spot.place.thing
+    kind = type(module).__name__ if isinstance(module, nn.Module) else ""
+    return Event(str(spot), spot.call, entry.backward, tuple(entry.shape), entry.dtype, kind)
 
 
 def _parse(asked: Asked, names: Names | None) -> Site:
@@ -162,7 +168,7 @@ class Captured:
 
     def trace(self) -> Trace:
         """The record of which site fired when, forward and backward."""
-        return Trace([Event(str(e.spot), e.spot.call, e.backward, tuple(e.shape), e.dtype) for e in self._entries])
+        return Trace([_event(each) for each in self._entries])
 
     def __repr__(self) -> str:
         lines = [

@@ -62,7 +62,8 @@ def _follows(first: Sequence[Shown], other: Sequence[Shown], depth: int, steps: 
 
 
 def _beyond(shown: Shown, depth: int) -> tuple[Any, ...]:
-    return shown.path[depth + 1 :], shown.kind, shown.event.shape, shown.event.call
+    event = shown.event
+    return shown.path[depth + 1 :], shown.kind, event.shape, event.call, event.type
 
 
 def _as_two(run: Sequence[Sequence[Shown]], depth: int) -> list[Sequence[Shown]]:

@@ -30,7 +30,7 @@ class _Strip:
 
 
 def timeline(events: Sequence[Any], title: str) -> str:
-    """The picture of events that have `site`, `call`, `backward` and `shape`, oldest first."""
+    """The picture of events that have `site`, `call`, `backward`, `shape` and `type`, oldest first."""
     whole = folded(events)
     shown = whole[:_MOST]
     names = _names([each.lane for each in shown])

@@ -29,6 +29,7 @@ class Event:
     backward: int | None  # which backward, counted from 1; None in the forward
     shape: tuple[int, ...]
     dtype: torch.dtype
+    type: str = ""  # of the module; a parameter and a mark have none
 
     @property
     def direction(self) -> str:

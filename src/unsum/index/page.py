@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsum.destination import writable
-from unsum.heatmap import Token, largest, legend, signed, span, style
+from unsum.heatmap import Token, ends, legend, signed, span, style
 from unsum.index.words import Hit, Words, headings, with_tokens
 from unsum.notebook import element
 from unsum.report.charts import brief
@@ -128,8 +128,7 @@ def _caption(hits: Hits) -> str:
             f"<b>Each heading</b> is a query. Below it are the training {what}s with the highest scores, best first.",
             f"<b>Score</b>, positive: training on the {what} lowers the query's loss, to first order; negative: it "
             "raises the loss.",
-            '<b>Bars</b> begin at 0: <span class="key p">positive</span> to the right, '
-            '<span class="key n">negative, striped,</span> to the left. Each query has its own scale.',
+            f"<b>Bars</b> begin at 0{_sides(hits)}. Each query has its own scale.",
         ]
     if hits.errors is not None:
         said.append(
@@ -145,14 +144,23 @@ def _caption(hits: Hits) -> str:
     return f'<div class="caption">{"".join(f"<div>{line}</div>" for line in said)}</div>'
 
 
+def _sides(hits: Hits) -> str:
+    """What the colours of bars mean, where there are two."""
+    if not (hits.scores < 0).any():
+        return ""
+    return (
+        ': <span class="key p">positive</span> to the right, <span class="key n">negative, striped,</span> to the left'
+    )
+
+
 def _list(found: list[Hit]) -> str:
     if not found:
         return '<div class="note">None.</div>'
-    ends = [end for hit in found for end in _interval(hit) if math.isfinite(end)]
-    low, high = min([0.0, *ends]), max([0.0, *ends])
-    most = largest(token for hit in found for token in hit.tokens)
-    items = "".join(_item(hit, low, high, most) for hit in found)
-    scale = legend("a token's part in the score", most)
+    reached = [end for hit in found for end in _interval(hit) if math.isfinite(end)]
+    low, high = min([0.0, *reached]), max([0.0, *reached])
+    least, most = ends(token for hit in found for token in hit.tokens)
+    items = "".join(_item(hit, low, high, max(-least, most)) for hit in found)
+    scale = legend("a token's part in the score", least, most)
     return f'{scale}<div class="list" role="list">{items}</div>'
 
 

@@ -55,14 +55,14 @@ PICTURE = caption(
 )
 
 COVERAGE = caption(
-    "Where each parameter meets data in the forward, and how its gradients per sample were computed there.",
+    "Where each parameter meets data in the forward, and how its per-sample gradients were computed there.",
     "a named rule uses the factors of the gradient (a layer's input and the gradient at its output); “replay” runs the "
     "operation's backward again for each sample, which is as exact and slower.",
     "“nothing”: the parameter was not used in this batch.",
 )
 
 CHECK = caption(
-    "The gradients per sample, compared with those of plain autograd, which differentiates each sample's loss by "
+    "The per-sample gradients, compared with those of plain autograd, which differentiates each sample's loss by "
     "itself.",
     "the error is the largest distance of any sample's gradient, divided by the norm of the largest gradient of a "
     "sample. Rounding alone gives about 1e−7 in float32.",
