@@ -572,3 +572,28 @@ def test_a_backward_towards_some_parameters_is_refused(make, compiled_calls):
     assert len(compiled_calls) == 1
     with pytest.raises(unsum.errors.UnsupportedError, match="graph breaks"), unsum.gradients(compiled, unsum.Norms()):
         torch.autograd.grad(loss(compiled, ids(4)), [model.head.weight])
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["as it comes", "dynamic"])
+def test_second_moments_of_other_batch_sizes(dynamic, compiled_calls):
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            h = self.first(x).tanh()
+            torch._dynamo.graph_break()
+            return self.last(h)
+
+    torch.manual_seed(0)
+    model = Broken().double()
+    compiled = torch.compile(model, backend="aot_eager", dynamic=dynamic)
+    for n, t in [(6, 5)] * 3 + [(4, 5)] * 3 + [(6, 5)] * 2 + [(3, 7)] * 3:
+        x = torch.randn(n, t, 3, dtype=torch.float64)
+        truth = per_sample_gradients(model, lambda m, x: m(x).square().sum(), x)
+        with unsum.gradients(compiled, unsum.SecondMoment()) as g:
+            compiled(x).square().sum().backward()
+        for name, value in g[unsum.SecondMoment].sum_squares().items():
+            torch.testing.assert_close(value, truth[name].square().sum(0))
+    assert compiled_calls

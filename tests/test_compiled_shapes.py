@@ -119,3 +119,68 @@ def test_what_is_left_out_differs_by_shape(dynamic, compiled_calls):
         left[t] = sorted(found.left_out)
     assert left[3] == [] and left[5] == ["read.bias", "read.weight"]
     assert len(compiled_calls) >= 6
+
+
+class Pooled(nn.Module):
+    """Half as many positions, rounded, and the samples between two other dimensions: two lengths have one layout."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):  # (n, t, 4)
+        h = F.avg_pool1d(x.transpose(1, 2), 2).transpose(1, 2)
+        return self.layer(torch.stack([h, h.sin(), h.cos()])).tanh().sum(0)
+
+
+class Halved(Pooled):
+    def forward(self, x):
+        h = x[:, : (x.shape[1] + 1) // 2]
+        return self.layer(torch.stack([h, h.sin(), h.cos()])).tanh().sum(0)
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["as it comes", "dynamic"])
+@pytest.mark.parametrize("make", [Pooled, Halved])
+def test_lengths_that_are_rounded_inside(make, dynamic, compiled_calls):
+    torch.manual_seed(0)
+    model = make().double()
+    compiled = torch.compile(model, backend="aot_eager", dynamic=dynamic)
+    clip = unsum.WeightedSum(lambda norms: (1 / norms).clamp(max=1))
+    for n, t in [(6, 4)] * 3 + [(6, 5)] * 3 + [(6, 8)] * 3 + [(6, 9)] * 2 + [(5, 12), (6, 4), (6, 6), (6, 7)]:
+        x = torch.randn(n, t, 4, dtype=torch.float64)
+        truth = per_sample_gradients(model, lambda m, x: m(x).square().sum(), x)
+        norms = torch.stack([each.flatten(1).norm(dim=1) for each in truth.values()]).norm(dim=0)
+        with unsum.gradients(compiled, unsum.Norms(), clip, grad=False) as g:
+            compiled(x).square().sum().backward()
+        torch.testing.assert_close(g.norms(), norms)
+        weights = (1 / norms).clamp(max=1)
+        for name, value in g[clip].sum().items():
+            torch.testing.assert_close(value, torch.einsum("n,n...->...", weights, truth[name]))
+    assert compiled_calls
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(self.attention(h, h, h, need_weights=False)[0])
+
+
+def test_a_second_batch_size_of_attention_runs_compiled(compiled_calls):
+    torch.manual_seed(0)
+    model = Attending().double()
+    compiled = torch.compile(model, backend="aot_eager")
+    counts = []
+    for n in [4] * 4 + [5] * 4 + [4, 6]:
+        x = torch.randn(n, 4, 4, dtype=torch.float64) if n != 4 else torch.randn(n, 7, 4, dtype=torch.float64)
+        truth = per_sample_gradients(model, lambda m, x: m(x).square().sum(), x)
+        with unsum.gradients(compiled, unsum.Norms()) as g:
+            compiled(x).square().sum().backward()
+        norms = torch.stack([each.flatten(1).norm(dim=1) for each in truth.values()]).norm(dim=0)
+        torch.testing.assert_close(g.norms(), norms)
+        counts.append(len(compiled_calls))
+    assert counts[7] > counts[5] > counts[3], counts  # of the second size, too

@@ -62,9 +62,7 @@ def test_a_format_that_does_not_exist_is_refused_and_leaves_nothing(i, tmp_path)
 
 def test_the_command_writes_the_same(i, tmp_path, capsys):
     folder = i.files()[0].parent
-    assert not cli.main(
-        ["index", "export", str(folder), str(tmp_path / "rows.npy"), "--format", "numpy", "--json"]
-    )
+    assert not cli.main(["index", "export", str(folder), str(tmp_path / "rows.npy"), "--format", "numpy", "--json"])
     assert json.loads(capsys.readouterr().out)["format"] == "numpy"
     assert numpy.array_equal(numpy.load(tmp_path / "rows.npy"), i.rows(0, 23).numpy())
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from reference import each_of
+from reference import each_of, per_sample_gradients
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -417,3 +417,36 @@ def test_rows_are_held_by_row():
     assert positions(layout, 6, 3) is None
     torch.testing.assert_close(layout.only(x, 4)[1, 1], x[1, 1])
     assert int((layout.only(x, 4) != 0).sum()) == 20
+
+
+def test_clipping_where_an_expert_gets_no_rows():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            make = lambda: nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 4, bias=False))
+            self.experts = nn.ModuleList(make() for _ in range(2))
+
+        def forward(self, x):  # all tokens of a sample to one expert
+            which = (x[:, 0, 0] > 0).long()[:, None].expand(x.shape[:2]).reshape(-1)
+            h = x.reshape(-1, 4)
+            out = torch.zeros_like(h)
+            for k, expert in enumerate(self.experts):
+                rows = torch.where(which == k)[0]
+                out = out.index_add(0, rows, expert(h[rows]))
+            return out.view(x.shape)
+
+    torch.manual_seed(0)
+    model = Experts().double()
+    for signs in ((1, 1), (-1, -1), (1, -1), (-1, -1)):
+        x = torch.randn(2, 5, 4, dtype=torch.float64)
+        x[:, 0, 0] = x[:, 0, 0].abs() * torch.tensor(signs)
+        truth = per_sample_gradients(model, lambda m, x: m(x).square().sum(), x)
+        norms = torch.stack([each.flatten(1).norm(dim=1) for each in truth.values()]).norm(dim=0)
+        model.zero_grad()
+        with unsum.clip_per_sample(model, max_norm=1.0) as clipped:
+            model(x).square().sum().backward()
+        torch.testing.assert_close(clipped.norms, norms)
+        weights = (1 / norms).clamp(max=1)
+        for name, p in model.named_parameters():
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            torch.testing.assert_close(grad, torch.einsum("n,n...->...", weights, truth[name]))

@@ -249,7 +249,7 @@ class Session:
             self._collector.meet(parameter, {way.meeting: None}, kind)
             return
         each = kind.per_sample().flatten(1)  # few numbers: their squares are added up at the end, for all at once
-        self._small.setdefault(each.shape[1], []).append((name, each))
+        self._small.setdefault(parameter.numel(), []).append((name, each))
         self._collector.pass_by(parameter)
         if name in self._skipped:
             self._sums[id(parameter)] = each.sum(0)

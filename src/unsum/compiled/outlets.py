@@ -142,7 +142,7 @@ class Call:
         )  # fmt: skip
         if forms:
             given = self._given(forms)
-            sizes = [(n.value, *each.shape[1:]) if in_order else tuple(each.shape) for each, in_order in given]
+            sizes = [(n.value, *each.shape[1:]) if by_sample else tuple(each.shape) for each, by_sample in given]
             like = self.make_tap(())
             tensors = [(shape, like.dtype, True) for shape in taps]
             tensors += [(size, each.dtype, False) for size, (each, _) in zip(sizes, given, strict=True)]
@@ -187,9 +187,10 @@ class Call:
         return {name: parameter for name, parameter in self.wanted.items() if name in names}
 
     def _given(self, forms: Sequence[Tap]) -> list[tuple[Tensor, bool]]:
-        """What reducers are given, and whether that goes by samples."""
+        """What reducers are given, and whether that has a row for each sample."""
         return [
-            (each, form.in_order) for form in forms for each in form.given(self.before, self.n, self._device)
+            (each, form.in_order or form.by_sample)
+            for form in forms for each in form.given(self.before, self.n, self._device)
         ]  # fmt: skip
 
     # ---- while it runs ----------------------------------------------------------------------------------------

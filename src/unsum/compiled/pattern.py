@@ -21,7 +21,7 @@ from unsum.plan.structure import sizes_of
 from unsum.reducers.holding import Size
 from unsum.rules.registry import Rule
 from unsum.seams.nodes import number_of, outputs_of, saved_or
-from unsum.seams.operators import hint
+from unsum.seams.operators import hint, settled
 
 
 class Untappable(Exception):
@@ -62,8 +62,10 @@ class Along:
     block: int  # how many positions of a sample lie side by side, where that does not follow from sizes
 
     def positions(self, shape: Sequence[int], n: int, lead: int) -> Positions:
-        """How to take apart a tensor of this shape, with n samples."""
-        block = shape[self.dim] // n if self.how == "outermost" else self.block
+        """How to take apart a tensor of this shape, with n samples. What was learnt of some sizes holds for others if
+        sizes are sums and products of those that change: of a rounded one, two lengths may have had the same."""
+        size = settled(shape[self.dim])
+        block = size // n if self.how == "outermost" else self.block
         return Positions(Regular(tuple(shape), n, self.dim, block), n, lead)
 
 

@@ -30,7 +30,8 @@ class Positions:
             return tensor.reshape(self.n, -1, *tensor.shape[self.lead :])
         if isinstance(self.layout, Regular):
             dim, block = self.layout.dim, self.layout.block
-            apart = tensor.unflatten(dim, (-1, self.n, block)).movedim(dim + 1, 0)
+            outer = 1 if isinstance(block, int) and not block else -1  # of no positions torch cannot tell how many
+            apart = tensor.unflatten(dim, (outer, self.n, block)).movedim(dim + 1, 0)
             return apart.flatten(1, self.lead + 1)
         return segments.taken(tensor.flatten(0, self.lead - 1), self.index(tensor.device), is_full=self.is_full)
 

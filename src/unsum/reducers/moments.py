@@ -60,7 +60,7 @@ class _MomentTap(Tap):
     """Σ_n g_n² of every parameter."""
 
     inputs = 1  # as many numbers as there are samples: what leaves does not tell how many
-    by_parts = True
+    by_sample = by_parts = True
 
     def __init__(self, reducer: SecondMoment, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__()

@@ -22,6 +22,7 @@ __all__ = [
     "is_stand_in",
     "launcher",
     "schema_of",
+    "settled",
     "without_modes",
 ]
 
@@ -38,6 +39,15 @@ def is_stand_in(tensor: Tensor) -> bool:
 def hint(value: Any) -> Any:
     """The number that a symbol stands for while torch writes down; nothing is made to depend on it."""
     return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value
+
+
+def settled(value: Any) -> Any:
+    """A size. One that torch has rounded (`t // 2`) while it writes down becomes a number, and what is compiled holds
+    for that number alone; sums and products of sizes stay symbols."""
+    if not isinstance(value, torch.SymInt):
+        return value
+    told = value.node.expr
+    return value if told.is_polynomial(*told.free_symbols) else int(value)
 
 
 def current_stream(device: int) -> int:
