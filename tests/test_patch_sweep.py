@@ -140,9 +140,16 @@ def test_the_table_and_the_picture_say_the_numbers(gpt2, tmp_path):
 @pytest.mark.parametrize(
     ("values", "ends", "said"),
     [
-        ([0.0, 2.0], ["0.0", "2.0"], "coral: above the corrupt run"),
-        ([0.0, -2.0], ["-2.0", "0.0"], "blue: below the corrupt run"),
-        ([-1.0, 2.0], ["-2.0", "0.0", "2.0"], "blue: below the corrupt run; coral: above the corrupt run"),
+        ([0.0, 2.0], ["0.0", "2.0"], ["coral: above the corrupt run, towards the clean run"]),
+        ([0.0, -2.0], ["-2.0", "0.0"], ["blue: below the corrupt run, away from the clean run"]),
+        (
+            [-1.0, 2.0],
+            ["-2.0", "0.0", "2.0"],
+            [
+                "blue: below the corrupt run, away from the clean run",
+                "coral: above the corrupt run, towards the clean run",
+            ],
+        ),
     ],
     ids=["above", "below", "both"],
 )
@@ -150,9 +157,9 @@ def test_the_legend_has_the_colours_that_are_there(values, ends, said):
     sweep = PatchSweep(["a:output"], [0, 1], torch.tensor([values], dtype=torch.float64), 2.0, 0.0)
     tree = ElementTree.fromstring(sweep.picture().svg)
     texts = [text.text for text in tree.iter() if text.tag.endswith("text")]
-    assert texts[-1 - len(ends) :] == [*ends, said]
+    assert texts[-len(said) - len(ends) :] == [*ends, *said]
     colours = {rect.get("class") for rect in tree.iter() if rect.tag.endswith("rect")}
-    assert ("coral" in colours, "blue" in colours) == ("coral" in said, "blue" in said)
+    assert ("coral" in colours, "blue" in colours) == ("coral" in str(said), "blue" in str(said))
 
 
 def test_a_number_that_rounds_to_zero_has_no_sign():
