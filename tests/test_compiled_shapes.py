@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import unsum
 from compiled_nets import assert_norms, build, loss, norms_of
+from unsum.compiled.remembered import KEPT, memory_of
 from unsum.kernels import grouped
 
 
@@ -184,3 +185,33 @@ def test_a_second_batch_size_of_attention_runs_compiled(compiled_calls):
         torch.testing.assert_close(g.norms(), norms)
         counts.append(len(compiled_calls))
     assert counts[7] > counts[5] > counts[3], counts  # of the second size, too
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["with .grad", "without"])
+def test_data_that_asks_for_a_gradient_gets_it_in_every_step(grad, compiled_calls):
+    torch.manual_seed(0)
+    model = Attending().double()
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(4):
+        x = torch.randn(5, 7, 4, dtype=torch.float64, requires_grad=True)
+        (wanted,) = torch.autograd.grad(model(x).square().sum(), x)
+        model.zero_grad()
+        with unsum.gradients(compiled, unsum.Norms(), grad=grad):
+            compiled(x).square().sum().backward()
+        torch.testing.assert_close(x.grad, wanted)
+        assert (model.first.weight.grad is not None) == grad
+    assert compiled_calls
+
+
+def test_a_number_that_changes_in_every_call_piles_nothing_up():
+    class Scaled(Attending):
+        def forward(self, x, by):
+            return super().forward(x) * by
+
+    torch.manual_seed(0)
+    model = Scaled()
+    compiled = torch.compile(model, backend="aot_eager")
+    for k in range(KEPT + 10):
+        with unsum.gradients(compiled, unsum.Norms()):
+            compiled(torch.randn(3, 2, 4), 1 + k / 7).sum().backward()
+    assert len(memory_of(model).rehearsed) <= KEPT

@@ -84,7 +84,7 @@ class Rehearsals:
             except Exception as error:
                 if not is_graph_break(error) and not is_too_often(error):
                     raise
-                memory.rehearsed[key.rest] = taken_down(module)  # sizes that were learnt are not needed again
+                memory.rehearse(key.rest, taken_down(module))  # sizes that were learnt are not needed again
                 memory.in_parts |= {key.rest} if is_graph_break(error) else set()
             return self._taken_down(candidate, inner, args, kwargs, refuse_parts)
         refuse_parts()
@@ -119,7 +119,7 @@ class Rehearsals:
             if candidate.is_rehearsal:
                 memory.learnt(key, known)
             elif key.rest not in memory.rehearsed:
-                memory.rehearsed[key.rest] = taken_down(candidate.module)
+                memory.rehearse(key.rest, taken_down(candidate.module))
         except NotLasting as error:
             log.info("unsum: the compiled model runs eagerly in this batch: %s", error)
         except Untappable as error:

@@ -62,6 +62,13 @@ class Memory:
         while len(self.patterns) > KEPT:
             self.patterns.popitem(last=False)
 
+    def rehearse(self, rest: Hashable, run: Callable[..., Any]) -> None:
+        """What takes such calls down. Few are kept: a number among the arguments that changes makes every call another
+        one."""
+        self.rehearsed[rest] = run
+        while len(self.rehearsed) > KEPT:
+            del self.rehearsed[next(iter(self.rehearsed))]
+
     def forgive(self, key: Key, wanted: frozenset[str]) -> None:
         """A call in parts has taught another way. Few of them are learnt: there may be one for every batch."""
         if len(self.of(key, wanted)) < _WAYS:

@@ -376,8 +376,12 @@ class Tapping:
 
     def only(self, nodes: Sequence[Node], tapped: Tapped) -> Sequence[Tensor | GradientEdge]:
         """The leaves to which torch is to bring gradients: not to the taps, which are read before; and if nobody wants
-        the others, only where something has to run."""
-        return tapped.other_leaves(nodes) if self._grad else tapped.ends()
+        those of parameters, to data that asks for one, and where something has to run."""
+        others = tapped.other_leaves(nodes)
+        if self._grad:
+            return others
+        own = {id(parameter) for parameter in self._model.parameters()}
+        return [*tapped.ends(), *(leaf for leaf in others if id(leaf) not in own)]
 
     def end(self, tapped: Tapped, scale: Tensor | float | None) -> dict[str, dict[Meeting, None]]:
         """The backward is over: hand what has left to the reducers. Returns where each parameter met data."""
