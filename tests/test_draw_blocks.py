@@ -156,3 +156,20 @@ def test_an_empty_trace_draws_itself():
     with unsum.capture(nn.Linear(1, 1), ":output", missing="ignore") as got:
         pass
     assert "nothing fired" in got.trace().picture().svg
+
+
+def test_the_block_in_which_something_was_edited_is_open():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.mlp = nn.LayerNorm(6), nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 6))
+
+        def forward(self, x):
+            return x + self.mlp(self.norm(x))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(9)))
+    with unsum.edit(model, {"4.mlp:output": unsum.scale(2.0)}) as edited:
+        loss = model(torch.randn(3, 6)).square().sum()
+    drawn = draw(loss, model, show=[edited])
+    assert {"4.norm", "4.mlp"} <= set(groups(drawn)) and drawn.root.findall(".//*[@data-edited]")

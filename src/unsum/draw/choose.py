@@ -20,14 +20,15 @@ def choose(folding: Folding) -> frozenset[str]:
     """The groups that are open if nobody asks.
 
     A small graph is open as a whole. In others, modules that hold no modules stay folded; so do those that look like
-    one that is open. Blocks that repeat matter most: the first of them is opened by one level. The others follow, outer
-    ones first, as long as the picture can be taken in.
+    one that is open. Modules in which a block has captured or edited something come first. Then blocks that repeat: the
+    first of them is opened by one level. The others follow, outer ones first, as long as the picture can be taken in.
     """
     everything = _all(folding)
     if folding.operations <= _FEW and _is_within(folding, everything, _SMALL):
         return everything
     opened = frozenset(group.name for group in folding.top.children)
-    for is_wanted in (_holds_blocks, lambda group: True):
+    marked = _marked(folding)
+    for is_wanted in (lambda group: group.name in marked, _holds_blocks, lambda group: True):
         opened = _wider(folding, opened, is_wanted)
     return opened
 
@@ -48,6 +49,18 @@ def _wider(folding: Folding, opened: frozenset[str], is_wanted: Callable[[Group]
         if not group.stands_for:
             waiting.extend(group.children)
     return opened
+
+
+def _marked(folding: Folding) -> frozenset[str]:
+    """The groups with a tensor inside that was captured or edited."""
+    scene = folding.scene
+
+    def own(group: Group) -> bool:
+        made = (box for key in group.operations for box in scene.operations[key].makes)
+        return any(scene.boxes[key].sites for key in (*group.boxes, *made))
+
+    groups = (group for child in folding.top.children for group in child.everything())
+    return frozenset(group.name for group in groups if any(map(own, group.everything())))
 
 
 def _holds_blocks(group: Group) -> bool:
