@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -77,3 +78,11 @@ def test_what_does_not_fit_is_an_error(tokens, values, said):
     assert said in str(told.value)
     with pytest.raises(OptionError, match="saved as .html"):
         unsum.heatmap(["a"], [1.0]).save("tokens.svg")
+
+
+def test_spaces_as_tokenizers_write_them_and_arrays():
+    for tokens in (["The", "Ġcat", "Ċ"], ["▁The", "▁cat", "s"]):
+        shown = unsum.heatmap(tokens, np.array([0.0, 1.5, -0.5])).html
+        assert " cat</span>" in shown and "Ġ" not in shown and "▁" not in shown
+    assert "Ġ alone</span>" not in unsum.heatmap(["a", "bĠ"], [1.0, 2.0]).html
+    assert "bĠ</span>" in unsum.heatmap(["a", "bĠ"], [1.0, 2.0]).html  # no token begins with it

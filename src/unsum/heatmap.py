@@ -152,6 +152,7 @@ def heatmap(
     Args:
         tokens: The strings of one text, or a list of such lists, which share one scale. If no token begins or ends with
             a space, they count as words and get spaces between them; `[tokenizer.decode(i) for i in ids]` has spaces.
+            Where tokenizers write a space as "Ġ" or "▁", a space is shown.
         values: One number for each token: (tokens,), or for several texts (texts, tokens), or a list for each. Values
             after the end of a shorter text (padding) are ignored.
         label: The name of the numbers.
@@ -166,15 +167,27 @@ def heatmap(
     """
     if isinstance(tokens, str) or not isinstance(tokens, Sequence):
         raise OptionError(f"tokens: give a list of strings, not a {type(tokens).__name__}")
-    numbers = values.detach().tolist() if isinstance(values, Tensor) else values
+    given: Any = values.detach() if isinstance(values, Tensor) else values
+    numbers = given.tolist() if hasattr(given, "tolist") else given
     if not isinstance(numbers, Sequence) or isinstance(numbers, str):
         raise OptionError(f"values: give one number for each token, not a {type(values).__name__}")
     if all(isinstance(token, str) for token in tokens):
-        return Heatmap([_row(tokens, numbers, "")], label)
+        return Heatmap([_row(_readable(tokens), numbers, "")], label)
     if len(numbers) != len(tokens):
         raise OptionError(f"there are {len(tokens)} texts and values for {len(numbers)}")
     rows = zip(tokens, numbers, strict=True)
-    return Heatmap([_row(strings, each, f"text {k}: ") for k, (strings, each) in enumerate(rows)], label)
+    return Heatmap([_row(_readable(strings), each, f"text {k}: ") for k, (strings, each) in enumerate(rows)], label)
+
+
+_SPACES = str.maketrans({"Ġ": " ", "▁": " ", "Ċ": "\n"})  # what byte-level and SentencePiece tokenizers write
+
+
+def _readable(tokens: Any) -> Any:
+    """Tokens as `convert_ids_to_tokens` of transformers gives them, with spaces and line ends as they are read."""
+    is_list = isinstance(tokens, Sequence) and not isinstance(tokens, str)
+    if not is_list or not all(isinstance(token, str) for token in tokens):
+        return tokens  # which is refused by who reads it
+    return [token.translate(_SPACES) for token in tokens] if any(t[:1] in ("Ġ", "▁") for t in tokens) else tokens
 
 
 def _row(strings: Any, values: Any, which: str) -> list[Token]:
