@@ -24,7 +24,8 @@ def record(seen: Observed, step: int, named: Named, outliers: Outliers, samples:
     if seen.refused is None:
         found.norms = seen.squares.sum(0).sqrt() if seen.names else torch.zeros(n, dtype=torch.float64)
         found.noise_scale = noise_scale(seen.all_squares, seen.total, seen.all_samples, seen.weights_of)
-        found.outliers = [ids[row] for row in outliers(found.norms)]
+        if seen.broken() is None:  # else all samples' gradients are, and none stands out
+            found.outliers = [ids[row] for row in outliers(found.norms)]
         texts = dict(zip(ids, named.texts, strict=True)) if len(named.texts) == n else {}
         found.texts = {each: texts[each] for each in found.outliers if each in texts}
     found.layers = _layers(seen)
@@ -107,9 +108,9 @@ def _layers(seen: Observed) -> dict[str, Layer]:
 def _nonfinite(seen: Observed, found: Record, samples: Samples) -> NonFinite | None:
     """The first value that is not finite: in a parameter, from an earlier step; in the forward, in the loss, in the
     backward, in a parameter's gradient."""
-    for name, norm in seen.weights.items():
-        if not math.isfinite(norm):
-            return NonFinite(name, "nan" if math.isnan(norm) else "inf", None, None, name, 0, found.rank)
+    if (broken := seen.broken()) is not None:
+        name, largest = broken
+        return NonFinite(name, "nan" if math.isnan(largest) else "inf", None, None, name, 0, found.rank)
     bad = [(rows, row) for rows, _, row in seen.rows if row >= 0]
     forward = [each for each in bad if each[0].spot.kind == "output"]
     losses = [k for k, loss in enumerate(seen.losses) if not math.isfinite(loss)]
