@@ -94,6 +94,8 @@ class Record:
     refused: str | None = None  # why there are no norms
     seconds: float | None = None  # since the watched step before
     rank: int = 0
+    parameters: int | None = None  # how many numbers the model's parameters are, and how many of these are trained
+    trainable: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data: numbers, strings, lists and dicts. What is not finite is written as "nan", "inf", "-inf"."""

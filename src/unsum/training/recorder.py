@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from html import escape
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from unsum import seams
 from unsum.errors import OptionError
+from unsum.notebook import LARGEST, ShownPage, element, framed
 from unsum.opened import Opened
 from unsum.step.backward import Options
 from unsum.told import warn
@@ -28,6 +30,7 @@ from unsum.training.optimizer_steps import OptimizerSteps, twice
 from unsum.training.outliers import Outliers
 from unsum.training.record import Record
 from unsum.training.sinks import Sinks
+from unsum.training.unreached import Unreached
 from unsum.training.updates import Updates
 from unsum.training.weakly import weakly
 
@@ -87,6 +90,7 @@ class Watch:
         self._opened: tuple[Opened[Any], Observer] | None = None
         self._number, self._ended, self._is_under_way = -1, 0.0, False  # under way: a step, watched or not
         self._told: set[str] = set()
+        self._unreached = Unreached()  # parameters without a gradient
         self._last_finite: int | None = None  # the last watched step before which all parameters were finite
         self.is_trainers = False  # a trainer's callback opens and closes the steps
         self._optimizer_steps = OptimizerSteps(model, weakly(self._has_stepped_again))
@@ -185,11 +189,20 @@ class Watch:
             self._finish(self._steps.popleft())
         self._sinks.flush()
 
-    def report(self, path: str | os.PathLike[str]) -> Any:
-        """Write a page on the run: norms over time, outliers with their texts, the noise scale, the layers."""
+    def report(self, path: str | os.PathLike[str]) -> ShownPage:
+        """Write a page on the run: norms over time, outliers with their texts, the noise scale, the layers. Returns its
+        path, which shows the page in a notebook."""
         from unsum.training.page import write
 
         return write(self.history, path)
+
+    def _repr_html_(self) -> str:
+        """The page of `report`."""
+        from unsum.training.page import page
+
+        shown = page(self.history, "Training run") if self.last else ""
+        told = f'<div class="note">{escape(repr(self))}</div>'
+        return element(told + (framed(shown, "Training run") if 0 < len(shown) <= LARGEST else ""))
 
     def loader(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Go over a loader's batches, and take the samples' ids and texts from them."""
@@ -227,6 +240,9 @@ class Watch:
             seen = step.packed.unpack()
             step.record = to_record.record(seen, step.number, step.named, self._outliers, self._options.samples)
             step.record.seconds = step.seconds
+            step.record.parameters, step.record.trainable = to_record.sizes(self._model)
+            if step.record.refused is None and (told := self._unreached(seen)) is not None:
+                self._tell("unreached", told)
             if step.record.nonfinite is None or not step.record.nonfinite.is_parameter:
                 self._last_finite = step.number
             else:

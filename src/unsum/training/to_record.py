@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unsum.samples import Dim, Samples
 from unsum.training.ids import Named
@@ -31,6 +31,12 @@ def record(seen: Observed, step: int, named: Named, outliers: Outliers, samples:
     found.layers = _layers(seen)
     found.nonfinite = _nonfinite(seen, found, samples)
     return found
+
+
+def sizes(model: nn.Module) -> tuple[int, int]:
+    """How many numbers the parameters of a model are, and how many of these are trained."""
+    known = {id(p): p for p in model.parameters()}.values()
+    return sum(p.numel() for p in known), sum(p.numel() for p in known if p.requires_grad)
 
 
 def rank() -> int:
