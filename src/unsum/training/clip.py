@@ -18,7 +18,7 @@ from unsum import seams
 from unsum.block import GradientsBlock
 from unsum.choice import choose
 from unsum.compiled.tapped import Tapped
-from unsum.errors import InteractionError, NoBackward, NotFinite, OptionError, UnsupportedError
+from unsum.errors import InteractionError, NoBackward, NotFinite, OptionError, UnsumError, UnsupportedError
 from unsum.gathered import Gradients
 from unsum.learn.probe import CannotBeAsked
 from unsum.opened import Opened
@@ -28,6 +28,7 @@ from unsum.step.backward import Options, Step
 from unsum.told import warn
 from unsum.training.gradient import add_to_grad, add_to_parts, average_over_ranks, refuse_unclipped
 from unsum.training.optimizer_steps import OptimizerSteps, twice
+from unsum.training.proposals import reworded
 
 How = Literal["flat", "layer", "automatic"]
 STABILITY = 0.01  # added to the norm by how="automatic"
@@ -54,12 +55,13 @@ class Clipped:
     def norms(self) -> Tensor:
         """(n,): the norm of each sample's gradient before clipping, over all parameters, in the order of the
         forwards."""
-        if not self._reducer.samples():
+        try:
+            return self._reducer.norms()
+        except NoBackward:
             raise NoBackward(
-                "no backward ran inside the block, so that nothing was clipped and there are no norms.",
+                "no backward ran inside the block, so there are no samples: nothing was clipped.",
                 write="with unsum.clip_per_sample(model) as clipped: loss_fn(model(x), y).backward()",
-            )
-        return self._reducer.norms()
+            ) from None
 
     @property
     def samples(self) -> int:
@@ -131,6 +133,10 @@ class ClipBlock(GradientsBlock):
                 "interact.",
                 write=["model.eval()", "nn.GroupNorm(1, channels)  # or LayerNorm, in place of batch norm"],
             ) from None
+        except UnsumError as error:
+            block = f"unsum.{self.name}(model"
+            error.args = (reworded(str(error), options=rf"{block}, \1)", plain=f"with {block}):"),)
+            raise
 
     def after_backward(self, *, failed: bool) -> None:
         step = self._step if len(self._under_way) == 1 else None
@@ -230,6 +236,7 @@ class Clip:
         if block is None:
             return
         self._steps.close()
+        del self._steps  # which knows this object: the model is let go with it
         block.__exit__(kind, error, trace)
         if error is None and block.lacks_backward:
             warn(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,9 +12,7 @@ from unsum import seams
 from unsum.block import GradientsBlock
 from unsum.errors import UnsumError
 from unsum.step.backward import Options
-
-_OPTIONS = re.compile(r"with unsum\.gradients\(model, (.+?)\) as g:(?: \.\.\.)?")
-_PLAIN = re.compile(r"with unsum\.gradients\(model\) as g:")
+from unsum.training.proposals import reworded
 
 
 class Tolerant(GradientsBlock):
@@ -97,9 +94,7 @@ class Tolerant(GradientsBlock):
 
 
 def _as_watch(message: str, *, in_trainer: bool) -> str:
-    """What a message proposes is written for a block of unsum.gradients: the same for a watch."""
-    message = _OPTIONS.sub(r"Watch(\1)" if in_trainer else r"unsum.watch(model, \1)", message)
-    message = _PLAIN.sub("with watch:", message)
+    message = reworded(message, options=r"Watch(\1)" if in_trainer else r"unsum.watch(model, \1)", plain="with watch:")
     if in_trainer:  # which calls model.train() in every step
         message = "\n".join(line for line in message.splitlines() if "model.eval()" not in line)
     return message
