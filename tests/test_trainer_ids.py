@@ -119,6 +119,8 @@ def test_what_is_written_wrong_is_told() -> None:
     watch = unsum.integrations.transformers.Watch
     with pytest.raises(OptionError, match=r"data_collator=callback.collator\(collate, ids=\"index\"\)"):
         watch(ids="index")
+    with pytest.raises(OptionError, match="gradient_accumulation_steps"):
+        watch(accumulation=2)
     with pytest.raises(OptionError, match=r"(?s)Watch\(Net\).*callbacks=\[unsum.integrations.transformers.Watch\(\)\]"):
         watch(Net())
     with pytest.raises(OptionError, match=r"has not seen a training step.*\n.*callbacks=\[callback\]"):

@@ -222,3 +222,9 @@ def test_the_number_of_micro_batches_that_losses_are_divided_by() -> None:
     torch.testing.assert_close(watch.last.norms, (x.square().sum(1) + 1).sqrt().double(), rtol=1e-5, atol=0)
     with pytest.raises(unsum.errors.OptionError, match="accumulation=0"):
         unsum.watch(model, accumulation=0)
+
+
+def test_an_option_without_its_name_is_told() -> None:
+    model = nn.Linear(3, 1)
+    with pytest.raises(unsum.errors.OptionError, match=r"got a SGD, too.\n  write: unsum.watch\(model, optimizer="):
+        unsum.watch(model, torch.optim.SGD(model.parameters(), 0.1))

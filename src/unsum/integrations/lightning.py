@@ -44,6 +44,10 @@ class Watch(Callback):
                 "callback.",
                 write="lightning.Trainer(callbacks=[unsum.integrations.lightning.Watch()])",
             )
+        if options.get("accumulation") is not None:
+            raise OptionError(
+                "Watch: leave accumulation= out: the Trainer's own number (accumulate_grad_batches) is used"
+            )
         self._updates = bool(options.pop("optimizer", False))
         self._options = options
         self._watch: training.Watch | None = None

@@ -57,6 +57,10 @@ class Watch(TrainerCallback):
                 write='callback = Watch(); Trainer(..., data_collator=callback.collator(collate, ids="index"), '
                 "callbacks=[callback])",
             )
+        if options.get("accumulation") is not None:
+            raise OptionError(
+                "Watch: leave accumulation= out: the Trainer's own number (gradient_accumulation_steps) is used"
+            )
         self._updates = bool(options.pop("optimizer", False))
         self._options = options
         self._watch: training.Watch | None = None

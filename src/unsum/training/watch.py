@@ -23,7 +23,7 @@ from unsum.training.sinks import Sink, Sinks
 
 def watch(
     model: nn.Module,
-    *,
+    *misplaced: Any,
     every: int = 1,
     to: str | os.PathLike[str] | Sink | Sequence[str | os.PathLike[str] | Sink] | None = None,
     optimizer: Any = None,
@@ -80,6 +80,11 @@ def watch(
         >>> [record.step for record in w.history]
         [0, 2]
     """
+    if misplaced:
+        raise OptionError(
+            f"watch takes the model alone without a name; got a {type(misplaced[0]).__name__}, too.",
+            write="unsum.watch(model, optimizer=optimizer)  # every option by its name",
+        )
     numbers = {"every": every, "window": window, "history": history}
     if accumulation is not None:
         numbers["accumulation"] = accumulation
