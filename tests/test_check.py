@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,3 +78,53 @@ def test_a_loss_that_marks_its_samples_can_be_checked():
 def test_swapped_arguments_are_told():
     with pytest.raises(OptionError, match=r"unsum.check\(model, loss_fn, batch\)"):
         unsum.check(lambda m, x: m(x), nn.Linear(3, 2), torch.randn(4, 3))
+
+
+class Labelled(nn.Module):
+    """Takes a dict, and averages over the batch itself, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(7, 4), nn.Linear(4, 7)
+
+    def forward(self, input_ids, labels=None):
+        logits = self.out(self.embed(input_ids))
+        return SimpleNamespace(loss=logits.mean(), logits=logits)
+
+
+def test_a_loss_that_a_model_computes_itself_is_refused_with_code_that_works():
+    torch.manual_seed(0)
+    model, ids = Labelled(), torch.randint(7, (3, 5))
+    labels = ids.clone()
+    labels[1, 3:] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    for loss_fn in (lambda m, b: m(**b), lambda m, b: m(**b).loss):
+        with pytest.raises(SamplesError, match="one number for the whole batch") as raised:
+            unsum.check(model, loss_fn, batch)
+        body = textwrap.indent(textwrap.dedent(" " * 9 + str(raised.value).split("write: ")[1]), "    ")
+        scope = {"torch": torch}
+        exec(f"def pasted(model, batch):\n{body}", scope)
+        logits = model(ids).logits
+        truth = [
+            sum(-logits[k, t].log_softmax(0)[labels[k, t + 1]] for t in range(4) if labels[k, t + 1] >= 0)
+            for k in range(3)
+        ]
+        torch.testing.assert_close(scope["pasted"](model, batch), torch.stack(truth))
+        assert unsum.check(model, scope["pasted"], batch).ok
+    with pytest.raises(
+        SamplesError, match=r'cross_entropy\(model\(\*\*inputs\).logits, batch\["labels"\], reduction="none"'
+    ):
+        unsum.check(model, lambda m, b: m(**b).loss, {"input_ids": ids, "labels": ids[:, 0]})
+
+
+@pytest.mark.parametrize("call", [unsum.check, unsum.report])
+def test_arguments_that_are_swapped_or_a_criterion_in_the_place_of_a_loss_function(call, tmp_path):
+    model, batch = nn.Linear(3, 2), (torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))
+    with pytest.raises(OptionError, match="loss_fn is a tuple|then a loss function; got Linear and tuple"):
+        call(model, batch, lambda m, b: m(b[0]).sum(1))
+    for criterion in (nn.functional.cross_entropy, nn.CrossEntropyLoss()):
+        with pytest.raises(OptionError, match=r"loss_fn\(model, batch\) failed|then a loss function"):
+            call(model, criterion, batch)
+    with pytest.raises(TypeError) as raised:
+        call(model, lambda m: m, batch)
+    assert "with the model and the batch" in raised.value.__notes__[0]

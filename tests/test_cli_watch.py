@@ -38,7 +38,10 @@ def test_a_run_in_the_terminal(run, capsys):
     assert cli.main(["watch", str(run)]) == 0
     told = capsys.readouterr()
     assert told.err == ""
-    assert "20 steps watched (steps 0 to 19), 4 samples in each. The loss went from 9.62 to 5.62." in told.out
+    assert (
+        "20 steps watched (steps 0 to 19), 4 samples in each. The loss went from 9.62 to 5.62 (medians of the"
+        in told.out
+    )
     assert "First value that is not finite: step 9, nan at fc:output, sample 37, position 2" in told.out
     loss = next(line.split() for line in told.out.splitlines() if line.startswith("loss"))
     assert loss[1:4] == ["10", "5.25", "10"] and loss[4][0] == "█" and loss[4][-1] == "▁"

@@ -83,3 +83,22 @@ def test_a_scaler_that_is_switched_off_skips_no_step():
         with unsum.clip_per_sample(model, scaler=scaler):
             scaler.scale(squares(model, x)).backward()
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("where", ["clip", "watch"])
+def test_messages_propose_the_block_that_was_written(where):
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    outside = model(x).sum()
+    block = unsum.clip_per_sample(model) if where == "clip" else unsum.watch(model)
+    with pytest.raises(unsum.errors.UnknownSamples, match="samples=unsum.dim") as raised, block:
+        outside.backward()
+    assert "unsum.gradients" not in str(raised.value)
+
+
+def test_norms_where_the_backward_was_outside():
+    model = nn.Linear(3, 2)
+    with pytest.warns(UserWarning, match="no backward came"), unsum.clip_per_sample(model) as clipped:
+        loss = model(torch.randn(4, 3)).sum()
+    loss.backward()
+    with pytest.raises(unsum.errors.NoBackward, match=r"with unsum.clip_per_sample\(model\) as clipped"):
+        clipped.norms

@@ -154,3 +154,28 @@ def test_one_of_a_kind_is_no_plural_and_counts_agree(tmp_path):
     assert str(made).endswith("r.html: 1 layer, 1 sample, 0 flags")
     made = unsum.report(net(), squares, batch(), tmp_path / "r.html")
     assert "6 layers" in str(made) and "<dt>layers</dt><dd>6</dd>" in (tmp_path / "r.html").read_text()
+
+
+class Cut(nn.Module):
+    """A forgotten detach(), a layer that is not called, and one that is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.spare, self.frozen, self.last = (nn.Linear(6, 6) for _ in range(4))
+        self.out = nn.Linear(6, 2, bias=False)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        return self.out(self.last(self.frozen(self.first(x).detach())))
+
+
+def test_parameters_that_the_loss_does_not_reach_are_flagged(tmp_path):
+    torch.manual_seed(0)
+    made = unsum.report(Cut(), squares, batch(), tmp_path / "r.html")
+    found = {flag.where: flag.text for flag in made.flags if flag.kind == "unreached"}
+    assert list(found) == ["first:weight, bias", "spare:weight, bias"]
+    assert "detach()" in found["first:weight, bias"] and "not called" in found["spare:weight, bias"]
+    assert [layer.name for layer in made.layers if "unreached" in layer.flags] == ["first"]
+    page = (tmp_path / "r.html").read_text()
+    assert "Parameters that the loss does not reach: 2" in page and "138 of 180 train" in page
+    assert "Nothing stands out" not in page

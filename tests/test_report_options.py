@@ -152,3 +152,9 @@ def test_the_colour_may_be_on_the_token_that_is_predicted(tmp_path):
 def test_options_that_do_not_fit(wrong, tmp_path):
     with pytest.raises(OptionError, match=f"{next(iter(wrong))}="):
         unsum.report(Sequences(), next_token, IDS, tmp_path / "r.html", **wrong)
+
+
+def test_a_report_needs_no_path():
+    made = unsum.report(net(), squares, batch())
+    assert made.path.exists() and "<iframe" in made._repr_html_()
+    made.path.unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import warnings
 from pathlib import Path
@@ -170,3 +171,34 @@ def test_where_a_library_is_missing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert unsum.integrations.transformers.__name__ == "unsum.integrations.transformers"
+
+
+def test_a_mean_of_a_loss_that_is_divided_already_is_refused(tmp_path: Any) -> None:
+    with pytest.raises(unsum.errors.OptionError, match="divided by num_items_in_batch"):
+        runs.with_trainer(runs.llama(), tmp_path, watch={"loss_reduction": "mean"}, gradient_accumulation_steps=2)
+    trainer = functools.partial(runs.transformers.Trainer, compute_loss_func=by_all_tokens)
+    with pytest.raises(unsum.errors.OptionError, match="Watch\\(\\)  # without loss_reduction"):
+        runs.with_trainer(runs.llama(), tmp_path, watch={"loss_reduction": "mean"}, trainer=trainer)
+
+
+def test_batch_norm_in_the_trainer_is_refused_once_and_leaves_nothing_open(tmp_path: Any) -> None:
+    class Normed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.out = torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)
+
+        def forward(self, x: Any) -> Any:
+            return {"loss": self.out(self.norm(x)).square().sum()}
+
+    arguments = runs.transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True)
+    data = [{"x": torch.randn(3)} for _ in range(8)]
+    callback = unsum.integrations.transformers.Watch()
+    trainer = runs.transformers.Trainer(Normed(), arguments, train_dataset=data, callbacks=[callback])
+    with pytest.raises(unsum.errors.InteractionError) as raised:
+        trainer.train()
+    assert "model.eval()" not in str(raised.value) and 'Watch(interacting="exact")' in str(raised.value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        raised = trainer = callback = None
+        gc.collect()
+    assert not unsum.seams.here()

@@ -231,7 +231,7 @@ def test_ids_and_texts_from_the_loader(model: nn.Module) -> None:
     expected = [f"s{k}" for k in range(6) if bool((batches[0]["x"][k] == 9).any())]
     assert set(w.last.outliers) <= set(expected)
     assert w.last.texts == {each: f"text {each[1:]}" for each in w.last.outliers}
-    with pytest.raises(unsum.errors.OptionError, match="the batch has 'x'"):
+    with pytest.raises(unsum.errors.OptionError, match="no key 'key'; it has 'x'"):
         list(unsum.watch(model, ids="key").loader([{"x": 1}]))
 
 

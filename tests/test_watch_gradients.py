@@ -233,3 +233,13 @@ def test_what_autograd_returns_is_no_part_of_the_step(same: bool) -> None:
         torch.testing.assert_close(watch.last.norms, norms_of(each), rtol=1e-3, atol=0)
         assert watch.last.noise_scale == pytest.approx(noise_scale(each), rel=1e-3)
         torch.testing.assert_close(grad, model[0].weight.grad)
+
+
+def test_parameters_that_no_gradient_reaches_are_told_once() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(3, 1), "spare": nn.Linear(3, 1)})
+    watch = unsum.watch(model)
+    with pytest.warns(UserWarning, match=r"no gradient has reached spare.weight, spare.bias in the first 5") as told:
+        for _ in range(7):
+            with watch:
+                model["used"](torch.ones(4, 3)).sum().backward()
+    assert len(told) == 1

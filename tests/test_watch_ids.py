@@ -77,8 +77,8 @@ def test_ids_that_are_asked_for() -> None:
     assert record((X, "abc"), ids=lambda batch: list(batch[1])).ids == ["a", "b", "c"]
     for batch, why in (
         ((X,), "function"),
-        ({"x": X}, "has 'x'"),
-        (Batch(X, []), "has 'x', 'id'"),
+        ({"x": X}, "no key 'key'; it has 'x'"),
+        (Batch(X, []), r"no key 'key'; it has 'x', 'id'\n  write: ids=\"id\""),
         ({"key": {}}, "dict"),
     ):
         with pytest.raises(OptionError, match=why):
@@ -104,3 +104,15 @@ def test_a_text_that_no_file_can_hold(tmp_path) -> None:
         model(x).sum().backward()
     watch.report(tmp_path / "run.html")
     assert watch.last.texts == {5: "broken ?"} and "broken ?" in (tmp_path / "run.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("option", ["ids", "text"])
+def test_ids_that_were_asked_for_and_no_batch_that_was_seen(option: str) -> None:
+    model = nn.Linear(4, 1)
+    watch = unsum.watch(model, **{option: "id"})
+    with pytest.warns(UserWarning, match="no batch was seen") as told:
+        for _ in range(2):
+            with watch:
+                model(X).sum().backward()
+    assert len(told) == 1 and told[0].filename == __file__
+    assert watch.last.ids == [0, 1, 2]

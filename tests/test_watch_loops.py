@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from reference import per_sample_gradients
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import unsum
 from one_by_one import norms_of
@@ -163,3 +166,65 @@ def test_two_bounds_on_one_model_are_refused() -> None:
         with unsum.clip_per_sample(net(), max_norm=0.1, verify=False):  # another model's
             loss(model, x).backward()
     assert float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm()) <= 5.001
+
+
+def test_two_optimizer_steps_in_one_block_are_told_once() -> None:
+    model = nn.Linear(3, 1)
+    optimizer, other = (torch.optim.SGD(p, 0.1) for p in (model.parameters(), nn.Linear(3, 1).parameters()))
+    watch = unsum.watch(model)
+
+    def step() -> None:
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+        other.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with watch:
+                step()
+                other.step()  # of another model
+        with unsum.clip_per_sample(model):
+            step()
+    for block in (watch, unsum.clip_per_sample(model)):
+        with pytest.warns(UserWarning, match="stepped twice inside one block") as told, block:
+            for _ in range(3):
+                step()
+        assert len(told) == 1 and told[0].filename == __file__
+    assert not _global_optimizer_post_hooks
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_an_evaluation_inside_the_block_does_not_count(grad: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+    watch, x = unsum.watch(model), torch.randn(4, 3)
+    with watch:
+        if not grad:
+            model.eval()
+        with torch.set_grad_enabled(grad):
+            model(100 * x)
+        model.train()
+        model(x).sum().backward()
+        model(torch.full((2, 3), float("nan")))
+    expected = model[0](x).square().mean().sqrt().item()
+    assert watch.last.layers["0"].output == pytest.approx(expected, rel=1e-5)
+    assert watch.last.nonfinite is None
+
+
+def test_the_number_of_micro_batches_that_losses_are_divided_by() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 1), torch.randn(6, 3)
+    watch = unsum.watch(model, accumulation=3)
+    with watch:
+        for part in x.split(2):
+            (model(part).sum() / 3).backward()
+    torch.testing.assert_close(watch.last.norms, (x.square().sum(1) + 1).sqrt().double(), rtol=1e-5, atol=0)
+    with pytest.raises(unsum.errors.OptionError, match="accumulation=0"):
+        unsum.watch(model, accumulation=0)
+
+
+def test_an_option_without_its_name_is_told() -> None:
+    model = nn.Linear(3, 1)
+    with pytest.raises(unsum.errors.OptionError, match=r"got a SGD, too.\n  write: unsum.watch\(model, optimizer="):
+        unsum.watch(model, torch.optim.SGD(model.parameters(), 0.1))

@@ -146,6 +146,35 @@ def test_a_parameter_that_an_earlier_step_broke_is_named_instead_of_a_sample():
     with torch.no_grad():
         model[2].weight[0, 0] = float("nan")
     watch = unsum.watch(model)
-    with pytest.warns(UserWarning, match="a parameter that was not finite before this step"), watch:
+    with pytest.warns(UserWarning, match=r"not finite before the first watched step: check its initialisation"), watch:
         model(torch.ones(5, 3)).square().sum().backward()
     assert (watch.last.nonfinite.site, watch.last.nonfinite.sample) == ("2.weight", None)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_parameter_that_broke_in_the_run_names_the_last_good_step_and_nobody_stands_out(every):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    watch, x = unsum.watch(model, every=every), torch.randn(6, 3)
+    for step in range(8):
+        if step == 5:
+            with torch.no_grad():
+                model[2].weight[0, 0] = float("inf")
+        with watch:
+            model(x).square().sum().backward()
+    told = {1: "was last finite in step 4: see that step's record", 2: "was last finite in step 4: watch with every=1"}
+    assert told[every] in str(watch.last.nonfinite)
+    assert watch.last.outliers == [] and not bool(watch.last.norms.isfinite().all())
+    again = unsum.training.Record.from_dict(watch.last.as_dict())
+    assert again.nonfinite == watch.last.nonfinite
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_weight_whose_square_is_beyond_float32_is_finite(dtype):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
+    with torch.no_grad():
+        model[0].weight[0, 0] = 1e20
+    watch = unsum.watch(model)
+    with watch:
+        model(torch.ones(5, 3, dtype=dtype)).square().sum().backward()
+    assert watch.last.nonfinite is None
+    assert watch.last.layers["0"].weight == pytest.approx(1e20)

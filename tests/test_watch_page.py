@@ -12,7 +12,7 @@ from torch import nn
 import unsum
 from unsum.errors import OptionError
 from unsum.report.curves import Axis
-from unsum.training import page, summary
+from unsum.training import page, summary, terminal
 from unsum.training.record import Layer, NonFinite, Record
 
 TEXT = "</script><b>bold</b> & 'quoted'"
@@ -75,7 +75,10 @@ def test_the_page_says_what_the_records_say(tmp_path):
     assert shown.open == []  # every tag is closed
     assert shown.ids == ["main", "norms", "loss", "noise", "outliers", "outlier-table", "map-norm", "map-update",
                          "layers", "layer-table"]  # fmt: skip
-    assert "12 steps watched (steps 0 to 11), 6 samples in each. The loss went from 0.75 to 0.0871." in shown.text
+    assert (
+        "12 steps watched (steps 0 to 11), 6 samples in each. The loss went from 0.75 to 0.0871 (medians of the"
+        in shown.text
+    )
     assert "A sample stood out by its gradient once. Every value was finite." in shown.text
     assert "Mine <1>" in shown.text and TEXT in shown.text  # escaped, and read back
     (mark,) = [attrs for tag, attrs in shown.tags if tag == "i" and "title" in attrs]
@@ -181,3 +184,40 @@ def test_in_a_browser_nothing_is_asked_for_and_nothing_overflows(tmp_path, wide,
         browser.close()
     assert troubles == [] and sizes[0] <= sizes[1]
     assert all(names == map for names, map in rows)  # a layer's name is beside its row
+
+
+def test_a_loss_that_ends_as_nan_is_said_to(tmp_path):
+    found = records(bad=7)
+    for record in found[7:]:
+        record.loss = math.nan
+    shown = made(tmp_path, found)
+    assert "The loss is NaN from step 7 on (0.143 before)." in shown.text and "last loss NaN" in shown.text
+    told = terminal.text(found)
+    assert next(line for line in told.splitlines() if line.startswith("loss")).split()[1:4] == ["1", "NaN", "1"]
+    found[-1].loss = 0.5
+    assert "The loss went from" in made(tmp_path, found).text  # it came back
+
+
+def test_samples_that_go_by_rows_are_said_to(tmp_path):
+    found = records()
+    assert "numbered by their row" not in made(tmp_path, found).text
+    for record in found:
+        record.ids, record.outliers = list(range(6)), [4] if record.outliers else []
+    shown = made(tmp_path, found)
+    assert "numbered by their row in the step; no ids were given" in shown.text
+    assert "again and again" not in shown.text and "numbered by row in the step" in terminal.text(found)
+
+
+def test_a_watch_and_its_page_show_themselves_in_a_notebook(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    model[0].requires_grad_(False)
+    watch = unsum.watch(model)
+    assert "<iframe" not in watch._repr_html_()
+    with watch:
+        model(torch.ones(4, 3)).sum().backward()
+    path = watch.report(tmp_path / "run.html")
+    assert path.parent == tmp_path and path.exists()
+    for shown in (path._repr_html_(), watch._repr_html_()):
+        assert "<iframe" in shown and "5 of 21" in shown
+    path.unlink()
+    assert "<iframe" not in path._repr_html_()

@@ -208,8 +208,10 @@ def with_accelerate(*, watched: bool, lr: float = 0.1, **options: Any) -> Run:
         run.model, torch.optim.SGD(run.model.parameters(), lr), torch.utils.data.DataLoader(rows(), 4)
     )
     if watched:
-        run.watch = watch = unsum.watch(model, loss_reduction="mean", scaler=accelerator.scaler)
-        watch.division.by_micro_batches = accelerator.gradient_accumulation_steps
+        accumulation = accelerator.gradient_accumulation_steps
+        run.watch = watch = unsum.watch(
+            model, loss_reduction="mean", accumulation=accumulation, scaler=accelerator.scaler
+        )
     for batch in loader:
         if accelerator.sync_gradients:  # the step before is over
             run.models.append(_plain(run.model))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -171,8 +171,28 @@ def interaction_told(why: str) -> str:
     return why if why.startswith("samples interact") else f"samples interact: {why}"
 
 
-def not_by_sample(what: str, losses: Any) -> WrongCount:
+_INPUTS = 'inputs = {name: value for name, value in batch.items() if name != "labels"}'
+_OF_CLASSES = (
+    _INPUTS,
+    'return torch.nn.functional.cross_entropy(model(**inputs).logits, batch["labels"], reduction="none")',
+)
+_OF_TOKENS = (
+    _INPUTS,
+    'logits, labels = model(**inputs).logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:]',
+    'return torch.nn.functional.cross_entropy(logits, labels, reduction="none", ignore_index=-100).sum(1)',
+)
+
+
+def not_by_sample(what: str, losses: Any, batch: Any = None) -> WrongCount:
     """The error for something else than one loss for each sample."""
+    is_whole = not isinstance(losses, Tensor) or losses.dim() == 0
+    if is_whole and isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor):  # as of transformers
+        got = "a single number" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+        return WrongCount(
+            f"{what} returns one loss for each of the samples, of shape (n,); got {got}. What a model computes from "
+            "labels is one number for the whole batch.",
+            write="\n         ".join(_OF_TOKENS if batch["labels"].dim() > 1 else _OF_CLASSES),
+        )
     if not isinstance(losses, Tensor):
         got, write = f"a {type(losses).__name__}", "torch.stack(losses)"
     elif losses.dim():
@@ -187,9 +207,24 @@ def not_by_sample(what: str, losses: Any) -> WrongCount:
 
 def losses_by_sample(loss_fn: LossFunction, model: nn.Module, batch: Any) -> Tensor:
     """What `loss_fn` gives, if that is one loss for each sample."""
-    losses = loss_fn(model, batch)
+    if not callable(loss_fn):
+        raise OptionError(
+            f"loss_fn is a {type(loss_fn).__name__}: expected a function of the model and the batch, before the batch.",
+            write="def loss_fn(model, batch): return losses  # (n,): one for each sample",
+        )
+    try:
+        losses = loss_fn(model, batch)
+    except TypeError as error:
+        if isinstance(loss_fn, nn.Module) or str(getattr(loss_fn, "__module__", "")).startswith("torch"):
+            name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+            raise OptionError(
+                f"loss_fn(model, batch) failed: {name} was called with the model and the batch.",
+                write=f"lambda model, batch: {name}(model(batch[0]), batch[1], reduction='none')",
+            ) from error
+        error.add_note("loss_fn(model, batch) failed: unsum calls it with the model and the batch")
+        raise
     if not isinstance(losses, Tensor) or losses.dim() != 1:
-        raise not_by_sample("loss_fn(model, batch)", losses)
+        raise not_by_sample("loss_fn(model, batch)", losses, batch)
     return losses
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from html import escape
+from pathlib import Path
 
 ROWS = 100  # of a table, before the rest is only counted
 LARGEST = 3_000_000  # letters of a page that is shown whole: it is stored in the notebook's file, too
@@ -64,6 +65,18 @@ def table(
 def framed(page: str, title: str) -> str:
     """A whole page in a frame of its own, where the notebook's style does not reach it, nor its own the notebook."""
     return f'<iframe title="{escape(title)}" srcdoc="{escape(page)}" loading="lazy"></iframe>'
+
+
+class ShownPage(type(Path())):  # type: ignore[misc]
+    """The path of a page that was written; a notebook shows the page."""
+
+    def _repr_html_(self) -> str:
+        try:
+            page = self.read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            page = ""
+        told = f'<div class="note">{escape(str(self))}</div>'
+        return element(told + (framed(page, self.name) if 0 < len(page) <= LARGEST else ""))
 
 
 class Table(str):

@@ -39,10 +39,17 @@ class Opened(Generic[Found]):
     """
 
     def __init__(
-        self, block: _Block[Found], name: str, *, only_with: str | None = None, warns_unopened: bool = False
+        self,
+        block: _Block[Found],
+        name: str,
+        *,
+        only_with: str | None = None,
+        warns_unopened: bool = False,
+        warns_unheld: bool = True,
     ) -> None:
         self._block, self._name = block, name
         self._warns_unopened = warns_unopened  # where a forgotten `with` would have no effect, silently
+        self._warns_unheld = warns_unheld  # False: who opens it cannot close it after an error, as in a callback
         self._only_with = only_with  # why the block cannot be opened without `with`
         self._error: BaseException | None = None  # what was being handled when it was opened
         self._finalizer: weakref.finalize[Any, Any] | None = None
@@ -73,7 +80,7 @@ class Opened(Generic[Found]):
         self._warns_unopened = False
         found = self._block.__enter__()
         self._error = sys.exc_info()[1]
-        self._finalizer = weakref.finalize(self, _close_unheld, self._block, self._name)
+        self._finalizer = weakref.finalize(self, _close_unheld, self._block, self._name, self._warns_unheld)
         self._finalizer.atexit = False  # a process that ends needs no block closed
         return found
 
@@ -100,10 +107,12 @@ class Opened(Generic[Found]):
         raise TypeError(f"{self._name}: a block belongs to this process, and cannot be copied or pickled; make another")
 
 
-def _close_unheld(block: _Block[Any], name: str) -> None:
+def _close_unheld(block: _Block[Any], name: str, warns: bool) -> None:
     """Close a block that nobody holds any more."""
     with contextlib.suppress(UnsumError):  # that a site never fired, say: there is nobody to tell
         block.__exit__(None, None, None)
+    if not warns:
+        return
     warnings.warn(
         f"{name}: no reference to the open block was left, so it was closed.\n"
         f"  keep a reference and close it: block = {name}(...); found = block.open(); ...; block.close()",

@@ -5,8 +5,8 @@ Each is imported at its first use; if its library is missing, the error says wha
 Examples:
     >>> import unsum
     >>> callback = unsum.integrations.transformers.Watch(every=10)  # for Trainer(..., callbacks=[callback])
-    >>> callback.watch is None  # until training begins
-    True
+    >>> callback
+    Watch: no training step yet
 """
 
 from __future__ import annotations

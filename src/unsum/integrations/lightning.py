@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from unsum import training
+from unsum.errors import OptionError
 
 try:
     from lightning.pytorch.callbacks import Callback
@@ -31,21 +32,42 @@ class Watch(Callback):
     The median and the largest norm, the noise scale and the number of outliers go to the Trainer's loggers.
 
     Examples:
-        >>> callback = Watch(every=10)
-        >>> callback.watch is None  # until training begins
-        True
+        >>> callback = Watch(every=10)  # for Trainer(callbacks=[callback])
+        >>> callback
+        Watch: no training step yet
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *given: Any, **options: Any) -> None:
+        if given:
+            raise OptionError(
+                f"Watch({type(given[0]).__name__}): options alone are given; the Trainer hands its module to the "
+                "callback.",
+                write="lightning.Trainer(callbacks=[unsum.integrations.lightning.Watch()])",
+            )
+        if options.get("accumulation") is not None:
+            raise OptionError(
+                "Watch: leave accumulation= out: the Trainer's own number (accumulate_grad_batches) is used"
+            )
         self._updates = bool(options.pop("optimizer", False))
         self._options = options
-        self.watch: training.Watch | None = None
+        self._watch: training.Watch | None = None
         self._is_open = False
         training.watch(nn.Linear(1, 1), **options)  # a wrong option shows here
 
+    @property
+    def watch(self) -> training.Watch:
+        """The watch, with `.last` and `.history`, from the begin of training on."""
+        if self._watch is None:
+            raise OptionError(
+                "this callback has not seen a training step: it is in no Trainer, or fit() was not called.",
+                write="lightning.Trainer(callbacks=[callback]).fit(module, loader)",
+            )
+        return self._watch
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Training begins."""
-        self.watch, self._is_open = training.watch(pl_module, **self._options), False
+        self._watch, self._is_open = training.watch(pl_module, **self._options), False
+        self._watch.is_trainers = True
         if self._updates:
             for optimizer in trainer.optimizers:
                 self.watch.follow(optimizer)
@@ -55,7 +77,7 @@ class Watch(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """A micro-batch begins, and with the first one a step."""
-        if self.watch is None:
+        if self._watch is None:
             return
         if not self._is_open:
             self._is_open = True
@@ -65,7 +87,7 @@ class Watch(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """All micro-batches of a step had their backward."""
-        if self.watch is None:
+        if self._watch is None:
             return
         self.watch.close()
         self._is_open = False
@@ -84,9 +106,12 @@ class Watch(Callback):
         self._finish()
 
     def _finish(self) -> None:
-        if self.watch is not None:
+        if self._watch is not None:
             self.watch.close()
             self.watch.flush()
+
+    def __repr__(self) -> str:
+        return f"Watch: {'no training step yet' if self._watch is None else self._watch}"
 
     def _logs_now(self, trainer: Any) -> bool:
         return bool(trainer.loggers) and trainer.global_step % max(trainer.log_every_n_steps, 1) == 0

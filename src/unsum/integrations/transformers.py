@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from unsum import training
 from unsum.errors import OptionError
+from unsum.integrations import carried
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -24,49 +26,113 @@ class Watch(TrainerCallback):
     """A callback for the Trainer: per-sample gradient norms, outliers, noise scale and layers of its steps.
 
     Takes the options of `unsum.watch`, except the model; `optimizer=True` also records the sizes of updates. The watch
-    itself is `callback.watch`, with `.last` and `.history`.
+    itself is `callback.watch`, with `.last` and `.history`, from the begin of training on.
+    `callback.collator(collate, ids="index")` lets records have the data set's own ids.
 
     Norms are those of each example's own loss. Models that use transformers' loss functions divide by
     `num_items_in_batch` (the tokens or examples of all micro-batches); unsum multiplies by it again, so an example's
-    loss is the sum over its tokens. For other models unsum takes out the number of micro-batches, if the Trainer
-    divides by it. A mean inside the model stays: pass `loss_reduction="mean"` if it is a mean over samples. The scale
-    of a GradScaler is divided out too.
+    loss is the sum over its tokens, and `loss_reduction="mean"` raises `OptionError`. For other models unsum takes out
+    the number of micro-batches, if the Trainer divides by it. A mean inside the model stays: pass
+    `loss_reduction="mean"` if it is a mean over samples. The scale of a GradScaler is divided out too.
 
     The median and the largest norm, the noise scale and the number of outliers join the Trainer's own logs.
 
     Examples:
-        >>> callback = Watch(every=10)
-        >>> callback.watch is None  # until training begins
-        True
+        >>> callback = Watch(every=10)  # for Trainer(..., callbacks=[callback])
+        >>> callback
+        Watch: no training step yet
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *given: Any, **options: Any) -> None:
+        if given:
+            raise OptionError(
+                f"Watch({type(given[0]).__name__}): options alone are given; the Trainer hands its model to the "
+                "callback.",
+                write="Trainer(model, args, ..., callbacks=[unsum.integrations.transformers.Watch()])",
+            )
         if options.get("ids") is not None or options.get("text") is not None:
             raise OptionError(
-                "Watch: a callback does not see the Trainer's batches: ids= and text= are for other loops. The page "
-                "on watching shows a collator that notes which examples are in a batch"
+                "Watch: ids= and text= are given to the collator, since a callback does not see the Trainer's batches "
+                "(docs/watch.md, Hugging Face Trainer).",
+                write='callback = Watch(); Trainer(..., data_collator=callback.collator(collate, ids="index"), '
+                "callbacks=[callback])",
+            )
+        if options.get("accumulation") is not None:
+            raise OptionError(
+                "Watch: leave accumulation= out: the Trainer's own number (gradient_accumulation_steps) is used"
             )
         self._updates = bool(options.pop("optimizer", False))
         self._options = options
-        self.watch: training.Watch | None = None
+        self._watch: training.Watch | None = None
+        self._carried: list[str] = []  # what the collator puts into batches
+        self._cleaned: weakref.WeakSet[Any] = weakref.WeakSet()  # models whose calls leave that out
         self._logged: int | None = None  # the last step whose record has joined the logs
         self._reads: Any = None  # what the model divides by, among the arguments of its call
         training.watch(nn.Linear(1, 1), **options)  # a wrong option shows here
 
+    @property
+    def watch(self) -> training.Watch:
+        """The watch, with `.last` and `.history`, from the begin of training on."""
+        if self._watch is None:
+            raise OptionError(
+                "this callback has not seen a training step: it is in no Trainer, or train() was not called.",
+                write="Trainer(..., callbacks=[callback]).train()",
+            )
+        return self._watch
+
+    def collator(
+        self,
+        collate: Callable[[list[Any]], Any],
+        *,
+        ids: carried.Where | None = None,
+        text: carried.Where | None = None,
+    ) -> carried.Carrying:
+        """A collator for the Trainer that carries the examples' ids, and texts, to the records of its steps.
+
+        Args:
+            collate: The collator that makes batches (dicts) from examples.
+            ids: A key of every example, or a function of one. A key is left out of what `collate` is given.
+            text: Where examples have their texts, likewise: records of outliers then have them.
+
+        The Trainer needs `remove_unused_columns=False`, or it takes the key away before the collator is called.
+        """
+        if ids is None and text is None:
+            raise OptionError(
+                "collator: neither ids= nor text= is given.", write='callback.collator(collate, ids="index")'
+            )
+        self._carried = [key for key, where in ((carried.IDS, ids), (carried.TEXTS, text)) if where is not None]
+        return carried.Carrying(collate, ids=ids, text=text)
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """The Trainer is made; it may evaluate before it trains."""
+        self._clean(model)
+
+    def _clean(self, model: Any) -> None:
+        if self._carried and isinstance(model, nn.Module) and model not in self._cleaned:
+            self._cleaned.add(model)
+            carried.drop_from_calls(model)
+
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Training begins."""
-        if self.watch is not None:
-            self.watch.close()  # of a run that was broken off
+        if self._watch is not None:
+            self._watch.close()  # of a run that was broken off
+        self._clean(model)
         options, self._logged = dict(self._options), None
+        if carried.IDS in self._carried:
+            options["ids"] = carried.IDS
+        if carried.TEXTS in self._carried:
+            options["text"] = carried.TEXTS
         if args.torch_compile:
             options["layers"] = False  # a compiled model shows no layers
-        self.watch = training.watch(model, **options)
+        self._watch = training.watch(model, **options)
+        self._watch.is_trainers = True
         optimizer = kwargs.get("optimizer")
         if self._updates and optimizer is not None:
             self.watch.follow(optimizer)
         division = self.watch.division
         ranks = 1
-        self._reads = division.reads = _number_of_items if _divides(model) else _one_where_handed
+        self._reads = self._unless_mean(_number_of_items) if _divides(model) else _one_where_handed
+        division.reads = self._reads
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.watch.group = torch.distributed.group.WORLD
             ranks = torch.distributed.get_world_size() if args.average_tokens_across_devices else 1
@@ -76,39 +142,69 @@ class Watch(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A step begins: its micro-batches come."""
-        if self.watch is None:
+        if self._watch is None:
             return
         self.watch.close()  # of a step that was broken off
         division = self.watch.division
         division.scaler = getattr(kwargs.get("optimizer"), "scaler", division.scaler)
-        self._ask_trainer(inspect.currentframe())
+        loop = _loop_of_trainer(inspect.currentframe())
+        self._ask_trainer(loop)
+        self._take_carried(loop.get("batch_samples", ()))
         self.watch.open(state.global_step)
 
-    def _ask_trainer(self, frame: FrameType | None) -> None:
-        """What this step's losses are divided by, beside the model's own way: the Trainer and the number of items are
-        variables of the loop that has called us."""
-        while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
-            frame = frame.f_back
-        if frame is None or self.watch is None or "num_items_in_batch" not in frame.f_locals:
+    def _ask_trainer(self, loop: Mapping[str, Any]) -> None:
+        """What this step's losses are divided by, beside the model's own way."""
+        if "num_items_in_batch" not in loop:
             return
-        trainer, number = frame.f_locals["self"], frame.f_locals["num_items_in_batch"]
+        trainer, number, division = loop["self"], loop["num_items_in_batch"], self.watch.division
         is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
         if is_scaled is None:  # as `training_step` decides, whatever a `compute_loss` of the user's own does
             is_scaled = trainer.compute_loss_func is not None or (
                 trainer.model_accepts_loss_kwargs and number is not None
             )
-        self.watch.division.by_micro_batches = not is_scaled
+        division.by_micro_batches = not is_scaled
         divides = trainer.compute_loss_func is not None  # which is given the number, whatever the model is handed
-        self.watch.division.reads = (lambda _: number) if divides and number is not None else self._reads
+        division.reads = self._unless_mean(lambda _: number) if divides and number is not None else self._reads
+
+    def _take_carried(self, batches: Sequence[Any]) -> None:
+        """Take the ids of a step's micro-batches out of them, before the model is called."""
+        for batch in batches if self._carried else ():
+            found = carried.take(batch)
+            if missing := [key for key in self._carried if key not in found]:
+                what = "ids" if missing[0] == carried.IDS else "texts"
+                raise OptionError(
+                    f"Watch: the collator found no {what} in the examples of a training batch: they do not have them, "
+                    "the Trainer took them away, or data_collator= is another one.",
+                    write=[
+                        "TrainingArguments(..., remove_unused_columns=False)",
+                        'Trainer(..., data_collator=callback.collator(collate, ids="index"))  # a key of every example',
+                    ],
+                )
+            self.watch.note(found)
+
+    def _unless_mean(self, reads: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping[str, Any]], Any]:
+        """The number that a loss is divided by; if there is one, the loss is no mean over the samples."""
+
+        def read(kwargs: Mapping[str, Any]) -> Any:
+            number = reads(kwargs)
+            if number is not None and self._options.get("loss_reduction") == "mean":
+                raise OptionError(
+                    'Watch(loss_reduction="mean"): this model\'s loss is divided by num_items_in_batch, which is taken '
+                    "out already: norms would be multiplied by the size of the micro-batch.",
+                    write="Watch()  # without loss_reduction",
+                )
+            return number
+
+        return read
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """All micro-batches of a step had their backward."""
-        if self.watch is not None:
+        if self._watch is not None:
             self.watch.close()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """The Trainer logs: what was recorded joins in."""
-        record = None if self.watch is None else self.watch.last
+        record = None if self._watch is None else self._watch.last
         if record is None or not isinstance(logs, dict) or "loss" not in logs or record.step == self._logged:
             return
         self._logged, shown = record.step, record.headlines()
@@ -118,9 +214,20 @@ class Watch(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Training is over."""
-        if self.watch is not None:
-            self.watch.close()
-            self.watch.flush()
+        if self._watch is not None:
+            self._watch.close()
+            self._watch.flush()
+
+    def __repr__(self) -> str:
+        return f"Watch: {'no training step yet' if self._watch is None else self._watch}"
+
+
+def _loop_of_trainer(frame: FrameType | None) -> Mapping[str, Any]:
+    """The variables of the Trainer's loop, which has called us: the Trainer, the micro-batches of the step and the
+    number of items in them."""
+    while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
+        frame = frame.f_back
+    return {} if frame is None else frame.f_locals
 
 
 def _inside(model: Any) -> Any:

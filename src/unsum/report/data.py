@@ -17,7 +17,7 @@ from unsum.report.measure import Stats
 class Flag:
     """Something to look at."""
 
-    kind: str  # dead, vanishing, exploding, silent, nan, outlier, interacting, check
+    kind: str  # dead, unreached, vanishing, exploding, silent, nan, outlier, interacting, check
     where: str  # a site, a parameter, a sample
     text: str
 

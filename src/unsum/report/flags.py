@@ -1,4 +1,5 @@
-"""What deserves a look: dead units, gradients that vanish or explode, NaN and where it first appears, outliers."""
+"""What deserves a look: dead units, parameters without a gradient, gradients that vanish or explode, NaN and where it
+first appears, outliers."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from unsum.nested import format_path, leaves
 from unsum.report.data import Flag, Layer, Statistics
 from unsum.report.measure import Idle, Stats
+from unsum.report.observe import trainable
+from unsum.sites import Names
 
 SHRUNK = 1e-3  # of the gradient at the model's end: below, a gradient vanishes
 GROWN = 1e3  # above, it explodes
@@ -24,6 +27,7 @@ RULES = {
     "vanishing": f"the norm of the gradient at a layer's output is below {SHRUNK:g} of that at the last layer's.",
     "exploding": f"it is above {GROWN:g} times that at the last layer's.",
     "silent": "a gradient came back, and all of it is zero.",
+    "unreached": "parameters that require a gradient and get none: the loss does not depend on them.",
     "nan": "NaN or infinite values. Forward first, in the order of the calls; then backward, from the loss.",
     "outlier": f"a sample's gradient norm is above median + {SPREADS} · 1.4826 · MAD (MAD: the median distance from "
     "the median; with its factor, 5 % of the median at least), among five samples or more; or it is not finite.",
@@ -37,7 +41,7 @@ _FEATURES_LAST = ("Linear", "Conv1D", "LayerNorm", "RMSNorm", "Embedding", "LSTM
 
 def flagged(found: Statistics, model: nn.Module, batch: Any) -> tuple[list[Layer], list[Flag]]:
     """The layers with their flags, and the same as a list, the gravest first."""
-    flags = [*_not_finite(found, model, batch), *_gradients(found), *_dead(found)]
+    flags = [*_not_finite(found, model, batch), *_unreached(found, model), *_gradients(found), *_dead(found)]
     by_layer: dict[str, list[str]] = {}
     for flag in flags:
         by_layer.setdefault(flag.where.rpartition(":")[0], []).append(flag.kind)
@@ -86,6 +90,25 @@ def _how_many(stats: Stats) -> str:
 
 def _is_finite(layer: Layer) -> bool:
     return layer.activation.is_finite and (layer.gradient is None or layer.gradient.is_finite)
+
+
+# ---- parameters without a gradient ----------------------------------------------------------------------------------
+
+
+def _unreached(found: Statistics, model: nn.Module) -> Iterator[Flag]:
+    """Trainable parameters that the loss does not reach, module by module; none if there was no backward at all."""
+    names, called = Names(model), {layer.module for layer in found.layers}
+    by_module: dict[str, list[str]] = {}
+    for name in trainable(names):
+        if found.parameters and name not in found.parameters:
+            by_module.setdefault(names.owners[name], []).append(name.rpartition(".")[2])
+    for module, own in by_module.items():
+        why = (
+            "a detach(), no_grad() or an output that nothing uses" if module in called else "this module is not called"
+        )
+        yield Flag(
+            "unreached", f"{module}:{', '.join(own)}", f"the loss does not depend on it: no gradient comes ({why})"
+        )
 
 
 # ---- gradients that fade or grow ------------------------------------------------------------------------------------

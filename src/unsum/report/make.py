@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -39,7 +40,7 @@ def report(
     model: nn.Module,
     loss_fn: LossFunction,
     batch: Any,
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | None = None,
     *,
     text: Text | None = None,
     ahead: int = 0,
@@ -59,7 +60,8 @@ def report(
         model: Any module.
         loss_fn: `loss_fn(model, batch)` returns one loss for each sample, (n,).
         batch: What the loss function takes.
-        path: Where to write. Missing folders are created.
+        path: Where to write. Missing folders are created. None: a new file in the system's temporary folder, for
+            notebooks, in which the report shows itself.
         text: The tokens, for sequences: a list of strings for each sample, a tokenizer, or a function from a token id
             to a string; the ids are then the first integer tensor (n, t) in the batch.
         ahead: How many positions later the coloured token is. With 1, for models that predict the next token, the
@@ -80,7 +82,7 @@ def report(
         >>> made.norms.shape, [layer.name for layer in made.layers]
         (torch.Size([6]), ['0', '1', '2', ''])
     """
-    where = writable(path)
+    where = writable(tempfile.mkdtemp(prefix="unsum-") + "/report.html" if path is None else path)
     if not isinstance(ahead, int) or ahead < 0:
         raise OptionError(
             f"report(ahead={ahead!r}): a number of positions, 0 or more; 1 where the next token is predicted"

@@ -24,6 +24,7 @@ from unsum.report.tables import LISTED, check_table, chip, coverage_table, layer
 
 _TITLES = {
     "nan": "Not finite",
+    "unreached": "Parameters that the loss does not reach",
     "exploding": "Exploding gradients",
     "vanishing": "Vanishing gradients",
     "silent": "Gradients that are zero",
@@ -57,10 +58,11 @@ def page(made: Report, model: nn.Module) -> str:
 
 def _header(made: Report, model: nn.Module) -> str:
     parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     losses = made.losses.double()
     facts = {
         "samples": f"{len(losses):,}",
-        "parameters": f"{parameters:,}",
+        "parameters": f"{parameters:,}" if trained == parameters else f"{trained:,} of {parameters:,} train",
         "layers": f"{len(made.layers):,}",
         "mean loss": brief(float(losses.mean())),
     }

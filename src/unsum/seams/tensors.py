@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import threading
 import weakref
@@ -37,7 +38,23 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor:
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     if len(dtypes) > 1 or wide.is_complex:
         return torch.stack([torch.linalg.vector_norm(t).to(tensors[0].device, torch.float64) for t in tensors])
-    return torch.stack(torch._foreach_norm(list(tensors), 2, wide))
+    found = torch.stack(torch._foreach_norm(list(tensors), 2, wide))
+    if found.device.type == "cpu" and bool(found.isinf().any()):  # the square of a large number is beyond float32
+        return torch.stack(torch._foreach_norm([tensor.double() for tensor in tensors], 2))
+    return found
+
+
+def largest_of(tensors: Sequence[Tensor]) -> Tensor:
+    """(tensors,): the largest absolute value in each, 0 in an empty one; NaN if there is one."""
+    found = [torch.zeros((), dtype=torch.float64, device=tensors[0].device) for _ in tensors]
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for k, tensor in enumerate(tensors):
+        if tensor.numel():
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(k)
+    for numbers in kinds.values():
+        for k, value in zip(numbers, torch._foreach_norm([tensors[k] for k in numbers], math.inf), strict=True):
+            found[k] = value.to(found[k])
+    return torch.stack(found)
 
 
 class TensorHook(Hook):

@@ -8,5 +8,5 @@ from unsum.training.private import private as private
 from unsum.training.record import Layer as Layer
 from unsum.training.record import NonFinite as NonFinite
 from unsum.training.record import Record as Record
-from unsum.training.watch import Watch as Watch
+from unsum.training.recorder import Watch as Watch
 from unsum.training.watch import watch as watch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,14 +18,17 @@ from unsum import seams
 from unsum.block import GradientsBlock
 from unsum.choice import choose
 from unsum.compiled.tapped import Tapped
-from unsum.errors import InteractionError, NotFinite, OptionError, UnsupportedError
+from unsum.errors import InteractionError, NoBackward, NotFinite, OptionError, UnsumError, UnsupportedError
 from unsum.gathered import Gradients
 from unsum.learn.probe import CannotBeAsked
 from unsum.opened import Opened
 from unsum.reducers import WeightedSum
 from unsum.sites import Names
 from unsum.step.backward import Options, Step
+from unsum.told import warn
 from unsum.training.gradient import add_to_grad, add_to_parts, average_over_ranks, refuse_unclipped
+from unsum.training.optimizer_steps import OptimizerSteps, twice
+from unsum.training.proposals import reworded
 
 How = Literal["flat", "layer", "automatic"]
 STABILITY = 0.01  # added to the norm by how="automatic"
@@ -53,7 +55,13 @@ class Clipped:
     def norms(self) -> Tensor:
         """(n,): the norm of each sample's gradient before clipping, over all parameters, in the order of the
         forwards."""
-        return self._reducer.norms()
+        try:
+            return self._reducer.norms()
+        except NoBackward:
+            raise NoBackward(
+                "no backward ran inside the block, so there are no samples: nothing was clipped.",
+                write="with unsum.clip_per_sample(model) as clipped: loss_fn(model(x), y).backward()",
+            ) from None
 
     @property
     def samples(self) -> int:
@@ -125,6 +133,10 @@ class ClipBlock(GradientsBlock):
                 "interact.",
                 write=["model.eval()", "nn.GroupNorm(1, channels)  # or LayerNorm, in place of batch norm"],
             ) from None
+        except UnsumError as error:
+            block = f"unsum.{self.name}(model"
+            error.args = (reworded(str(error), options=rf"{block}, \1)", plain=f"with {block}):"),)
+            raise
 
     def after_backward(self, *, failed: bool) -> None:
         step = self._step if len(self._under_way) == 1 else None
@@ -213,7 +225,8 @@ class Clip:
             raise OptionError("this block is open already; make another one with unsum.clip_per_sample(...)")
         block = self._make()
         block.__enter__()
-        self._block = block
+        self._block, self._steps = block, OptimizerSteps(block.model, self._tell_twice)
+        self._steps.open()
         return Clipped(block.reducer)
 
     def __exit__(
@@ -222,13 +235,18 @@ class Clip:
         block, self._block = self._block, None
         if block is None:
             return
+        self._steps.close()
+        del self._steps  # which knows this object: the model is let go with it
         block.__exit__(kind, error, trace)
         if error is None and block.lacks_backward:
-            warnings.warn(
+            warn(
                 f"{block.name}: the model was called in the block, and no backward came: nothing is clipped.\n  call "
-                "loss.backward() inside the block, too",
-                stacklevel=4,
+                "loss.backward() inside the block, too"
             )
+
+    def _tell_twice(self) -> None:
+        if self._block is not None:
+            warn(twice(self._block.name, f"unsum.{self._block.name}(model)"))
 
 
 def clip_per_sample(

@@ -12,6 +12,10 @@ from unsum.errors import OptionError
 from unsum.nested import children
 
 _KEYS = ("id", "ids", "idx", "index")
+NO_BATCH = (
+    "ids= or text= was given, and no batch was seen: samples go by their rows in the step.\n"
+    "  write: for batch in watch.loader(loader): ...\n     or: watch.note(batch)  # once for each batch of a step"
+)
 
 
 @dataclass
@@ -44,6 +48,11 @@ class Ids:
                 raise OptionError(f"watch: {name}={value!r}: a key of the batch, or a function of it")
         self._ids, self._text = ids, text
         self._found, self._is_stopped = Named(), False
+        self._has_seen = False  # a batch
+
+    def lacks_batches(self) -> bool:
+        """Whether ids or texts were asked for, and no batch was seen."""
+        return (self._ids is not None or self._text is not None) and not self._has_seen
 
     def is_known(self) -> bool:
         """Whether batches have shown ids or texts since the last step."""
@@ -55,6 +64,7 @@ class Ids:
 
     def note(self, batch: Any) -> None:
         """A batch, of the step under way or of the next one."""
+        self._has_seen = True
         if self._is_stopped:
             return
         self._found.ids += _read(batch, self._ids, _KEYS, "ids")
@@ -83,7 +93,11 @@ def _read(batch: Any, where: Any, keys: Sequence[str], name: str) -> list[Any]:
             f"watch: {name}={where!r} is a key, and the batch is a {type(batch).__name__} without names.\n  give a "
             "function of the batch"
         )
-    raise OptionError(f"watch: {name}={where!r}: the batch has {', '.join(map(repr, named))}")
+    near = next((key for key in keys if key in named), None)
+    raise OptionError(
+        f"watch: {name}={where!r}: the batch has no key {where!r}; it has {', '.join(map(repr, named))}",
+        write=() if near is None else f'{name}="{near}"',
+    )
 
 
 def _members(batch: Any) -> Mapping[Any, Any]:

@@ -39,12 +39,18 @@ class Observed:
     squares: Tensor = field(default_factory=lambda: torch.zeros(0, 0))  # (names, n): squared norms of each one's part
     grads: dict[str, float] = field(default_factory=dict)  # norms of the step's gradient
     weights: dict[str, float] = field(default_factory=dict)  # norms of parameters
+    largest: dict[str, float] = field(default_factory=dict)  # the largest absolute value in each
     total: float = 0.0  # squared norm of the step's gradient, of all ranks: of Σ w g over all samples
     weights_of: tuple[float, float] = (0.0, 0.0)  # Σ w and Σ w²
     all_squares: float = 0.0  # Σ of squared norms over samples of all ranks, and how many these are
     all_samples: int = 0
     rows: list[tuple[Rows, float, int]] = field(default_factory=list)  # with Σ of squares, and the first bad row or -1
     refused: str | None = None
+
+    def broken(self) -> tuple[str, float] | None:
+        """The first parameter that holds a value which is not finite. A norm may be infinite without: its square is
+        beyond float32."""
+        return next(((name, value) for name, value in self.largest.items() if not math.isfinite(value)), None)
 
     def first_bad(self) -> tuple[str, int] | None:
         """The first parameter with a sample whose gradient is not finite, and that sample."""
@@ -94,8 +100,8 @@ class Packed:
     """One step's numbers on their way to the host, and what is known there already.
 
     The numbers are: the losses and the loss scales of all micro-batches, what losses were divided by, squared norms of
-    parameters' parts (names, n), sums over samples, squares of gradients and of weights, and of rows that flowed, shape
-    by shape, their sums and which are not finite.
+    parameters' parts (names, n), sums over samples, squares of gradients and of weights, the largest value in each
+    weight, and of rows that flowed, shape by shape, their sums and which are not finite.
     """
 
     copy: Copy
@@ -120,10 +126,11 @@ class Packed:
         squares, samples, *weights_of = next(values).tolist()
         found.all_squares, found.all_samples = squares * times**2, round(samples)
         found.weights_of = weights_of[0], weights_of[1]
-        grads, weights = next(values), next(values)
+        grads, weights, largest = next(values), next(values), next(values)
         found.total = float(grads.sum()) * (self.ranks * factor) ** 2
         found.grads = dict(zip(self.grad_names, grads.sqrt().tolist(), strict=True))
         found.weights = dict(zip(self.weight_names, weights.sqrt().tolist(), strict=True))
+        found.largest = dict(zip(self.weight_names, largest.tolist(), strict=True))
         found.rows = [(rows, 0.0, -1) for rows in self.rows]
         for numbers in self.shapes:
             for k, total, bad in zip(numbers, next(values).tolist(), next(values).tolist(), strict=True):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from unsum.gathered import Gradients
 from unsum.reducers import Norms
 from unsum.seams.checkpoints import ModuleCall
 from unsum.seams.sharding import local
+from unsum.seams.tensors import largest_of
 from unsum.sites import Names, parse, unwrapped
 from unsum.step.backward import Options
 from unsum.training.division import Division
@@ -97,8 +98,16 @@ class Looks:
 class Observer:
     """Watches one step, from `with` to its end."""
 
-    def __init__(self, model: nn.Module, options: Options, requests: Requests | None, *, refuses: bool) -> None:
-        self._block = Tolerant(model, options, refuses=refuses, begins=self._begins, heard=self._heard)
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        requests: Requests | None,
+        *,
+        refuses: bool,
+        fails: Callable[[], None] | None,
+    ) -> None:
+        self._block = Tolerant(model, options, refuses=refuses, fails=fails, begins=self._begins, heard=self._heard)
         self._division: Division = options.scaler
         self._is_mean = options.mean
         self._norms: Norms = options.reducers[0]  # type: ignore[assignment]
@@ -171,15 +180,16 @@ class Observer:
         names, squares = self._norms.table() if sum(self._sizes) else ([], torch.zeros(0, 0))
         together = [
             torch.stack([squares.sum().double(), *squares.new_tensor(self._weights()).double()]),
-            self._gradient.norms.square().double(),
-            (norms(weights) if weights else torch.zeros(0)).square().double(),
+            self._gradient.norms.double().square(),
+            (norms(weights) if weights else torch.zeros(0)).double().square(),
+            (largest_of(weights) if weights else torch.zeros(0)).double(),
         ]
         if averaging is not None:
             together[0] = self._with_weight(together[0])
             together = _over_ranks(together, averaging, weights[0].device, whole=not parts)
             together[0] = _of_one_weight(together[0], ranks)
         order = self._order()
-        rows = [] if self._flowing is None else self._flowing.rows
+        rows = [] if self._flowing is None else self._differentiated(self._flowing.rows)
         for each in rows:
             each.microbatch = self._microbatch(each, order)
         shapes = _by_shape(rows)
@@ -194,6 +204,13 @@ class Observer:
             ranks=ranks,
             refused=None if self._block.refused is None else str(self._block.refused),
         )  # fmt: skip
+
+    def _differentiated(self, rows: list[Rows]) -> list[Rows]:
+        """Without the outputs of calls that had no backward, such as an evaluation inside the block."""
+        if not all(self._calls):  # where a backward was refused, nobody knows
+            return rows
+        used = frozenset().union(*self._calls)
+        return [each for each in rows if each.spot.kind != "output" or each.call in used]
 
     def _weights(self) -> tuple[float, float, float]:
         """How many samples there are, Σ w and Σ w²: the step's gradient is Σ w g over the samples' own gradients g.

@@ -6,11 +6,11 @@ import math
 import os
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 from statistics import median
 
 from unsum.destination import writable
 from unsum.errors import OptionError
+from unsum.notebook import ShownPage
 from unsum.report.charts import brief
 from unsum.report.curves import Chart, Values, finite
 from unsum.report.frame import Section, caption, document, inlined, scrolled, section, version
@@ -19,24 +19,20 @@ from unsum.training.layer_map import layer_map
 from unsum.training.record import Layer, Record
 
 POINTS, COLUMNS, ROWS = 400, 100, 200  # drawn of a curve and of a map; rows of the table of outliers
-_OUTLIERS = caption(
-    "Samples whose gradients are far larger than those of the other samples in their step.",
-    "“times the median” compares a sample with the median sample of its step; the furthest come first.",
-    "the same sample again and again: look at its label and its content first.",
-) + (
+_RULE = (
     '<p class="small">The rule: a norm above 3 times the median norm of its step (of the last 32 samples where a step '
     "has fewer), and above that median by 5 (threshold=) standard deviations of the norms' logarithms, estimated by "
     "their median distance over the last 512 samples (window=). A norm that is not finite always counts.</p>"
 )
 
 
-def write(records: Sequence[Record], path: str | os.PathLike[str], *, title: str = "Training run") -> Path:
+def write(records: Sequence[Record], path: str | os.PathLike[str], *, title: str = "Training run") -> ShownPage:
     """Write the page; missing folders are made."""
     if not records:
         raise OptionError("watch: no record yet, so there is nothing to show; watch a step first")
     where = writable(path, example="run.html")
     where.write_text(page(records, title), encoding="utf-8")
-    return where
+    return ShownPage(where)
 
 
 def page(records: Sequence[Record], title: str) -> str:
@@ -53,11 +49,11 @@ def page(records: Sequence[Record], title: str) -> str:
 def _header(records: Sequence[Record], title: str) -> str:
     spreads = [each for each in map(summary.spread, records) if each is not None]
     noise = finite([record.noise_scale for record in records])
-    loss = finite([record.loss for record in records])
     facts = {
         "steps watched": f"{len(records):,}",
         "samples": f"{sum(len(record.ids) for record in records):,}",
-        "last loss": brief(loss[-1] if loss else None),
+        "last loss": brief(summary.last_loss(records)),
+        **_trained(records[-1]),
         "median gradient norm": brief(median(each.middle for each in spreads) if spreads else None),
         "gradient noise scale": brief(median(noise) if noise and median(noise) > 0 else None),
         "times a sample stood out": f"{sum(len(record.outliers) for record in records):,}",
@@ -68,6 +64,12 @@ def _header(records: Sequence[Record], title: str) -> str:
         f'<header><h1>{escape(title)}</h1><p class="summary">{told}</p><dl>{items}</dl>'
         f'<p class="small">unsum {version()}</p></header>'
     )
+
+
+def _trained(record: Record) -> dict[str, str]:
+    if record.parameters is None or record.trainable is None:  # of an older file
+        return {}
+    return {"parameters that train": f"{record.trainable:,} of {record.parameters:,}"}
 
 
 def _nonfinite(records: Sequence[Record]) -> Section | None:
@@ -207,13 +209,27 @@ def _noise(records: Sequence[Record], groups: Sequence[range]) -> Section | None
     return section("noise", "Gradient noise scale", chart.html() + note, lead=lead, name="Noise scale")
 
 
+def _outliers_lead(records: Sequence[Record]) -> str:
+    by_rows = summary.are_rows(records)
+    again = "the same sample again and again: look at its label and its content first."
+    return (
+        caption(
+            "Samples whose gradients are far larger than those of the other samples in their step."
+            + (" Samples are numbered by their row in the step; no ids were given." if by_rows else ""),
+            "“times the median” compares a sample with the median sample of its step; the furthest come first.",
+            "" if by_rows else again,
+        )
+        + _RULE
+    )
+
+
 def _outliers(records: Sequence[Record]) -> Section | None:
     if all(record.norms is None for record in records):
         return None
-    found = summary.outliers(records)
+    found, lead = summary.outliers(records), _outliers_lead(records)
     if not found:
         calm = '<p class="calm">None.</p>'
-        return section("outliers", "Samples that stand out", calm, lead=_OUTLIERS, name="Outliers")
+        return section("outliers", "Samples that stand out", calm, lead=lead, name="Outliers")
     has_texts = any(each.text for each in found)
     heads = "".join(f'<th scope="col" class="{kind}">{name}</th>' for name, kind in (
         ("sample", ""), ("step", "number"), ("norm", "number"), ("times the median", "number"),
@@ -230,7 +246,7 @@ def _outliers(records: Sequence[Record]) -> Section | None:
     note = f'<p class="small">The {ROWS} of {len(found):,} that stand out most.</p>' if len(found) > ROWS else ""
     table = f'<table id="outlier-table"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
     body = note + scrolled(table, "Samples that stand out")
-    return section("outliers", "Samples that stand out", body, lead=_OUTLIERS, name="Outliers")
+    return section("outliers", "Samples that stand out", body, lead=lead, name="Outliers")
 
 
 _MAPS = {

@@ -21,8 +21,8 @@ class NonFinite:
     Examples:
         >>> print(NonFinite("fc1:output", "nan", sample=3, position=7, parameter="fc1.weight"))
         nan at fc1:output, sample 3, position 7, micro-batch 0, rank 0
-        >>> print(NonFinite("fc1.weight", "nan", parameter="fc1.weight"))
-        nan in fc1.weight, a parameter that was not finite before this step: watch with every=1 to find the cause
+        >>> print(NonFinite("fc1.bias", "nan", parameter="fc1.bias", last_finite=6))
+        nan in fc1.bias, a parameter that was last finite in step 6: see that step's record, update and learning rate
     """
 
     site: str  # "blocks.3.mlp:output", "fc1:grad_output", "fc1.weight:grad", "loss"
@@ -32,13 +32,25 @@ class NonFinite:
     parameter: str | None = None  # of the module of the site; else the first whose gradient is not finite
     microbatch: int = 0
     rank: int = 0
+    last_finite: int | None = None  # of a parameter: the last watched step before which all parameters were finite
+    every: int = 1  # how often the run is watched
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is in a parameter, so that an earlier step, or the initialisation, is the cause."""
+        return self.site == self.parameter
 
     def __str__(self) -> str:
-        if self.site == self.parameter:
-            return (
-                f"{self.value} in {self.site}, a parameter that was not finite before this step: watch with every=1 to "
-                "find the cause"
-            )
+        if self.is_parameter:
+            where = f"{self.value} in {self.site}, a parameter that"
+            if self.last_finite is None:
+                return (
+                    f"{where} was not finite before the first watched step: check its initialisation or the checkpoint "
+                    "that you loaded"
+                )
+            advice = "see that step's record, update and learning rate"
+            advice = "watch with every=1 to find the cause" if self.every > 1 else advice
+            return f"{where} was last finite in step {self.last_finite}: {advice}"
         where = f"{self.value} at {self.site}"
         where += "" if self.sample is None else f", sample {self.sample}"
         where += "" if self.position is None else f", position {self.position}"
@@ -82,6 +94,8 @@ class Record:
     refused: str | None = None  # why there are no norms
     seconds: float | None = None  # since the watched step before
     rank: int = 0
+    parameters: int | None = None  # how many numbers the model's parameters are, and how many of these are trained
+    trainable: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data: numbers, strings, lists and dicts. What is not finite is written as "nan", "inf", "-inf"."""

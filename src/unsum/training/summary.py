@@ -96,8 +96,12 @@ def ends(values: Sequence[float | None]) -> tuple[float, float] | None:
     known = finite(values)
     if not known:
         return None
-    few = min(5, max(1, len(known) // 5))
+    few = _few(len(known))
     return median(known[:few]), median(known[-few:])
+
+
+def _few(count: int) -> int:
+    return min(5, max(1, count // 5))
 
 
 def thinned(count: int, most: int) -> list[range]:
@@ -125,6 +129,29 @@ def smoothed(values: Sequence[float | None], reach: int) -> list[float | None]:
     return [median(each) if each else None for each in found]
 
 
+def last_loss(records: Sequence[Record]) -> float | None:
+    """The last loss, also if it is not finite."""
+    return next((record.loss for record in reversed(records) if record.loss is not None), None)
+
+
+def are_rows(records: Sequence[Record]) -> bool:
+    """Whether samples go by their row in the step: the same number is another sample in another step."""
+    return all(list(record.ids) == list(range(len(record.ids))) for record in records)
+
+
+def _loss(records: Sequence[Record], brief: Callable[[float | None], str]) -> str:
+    known = [(record.step, record.loss) for record in records if record.loss is not None]
+    good = [k for k, (_, loss) in enumerate(known) if math.isfinite(loss)]
+    if known and (not good or good[-1] < len(known) - 1):
+        step, loss = known[good[-1] + 1] if good else known[0]
+        before = f" ({brief(known[good[-1]][1])} before)" if good else ""
+        return f" The loss is {brief(loss)} from step {step} on{before}."
+    values = ends([loss for _, loss in known])
+    few = _few(len(good))
+    over = f" (medians of the first and the last {few} steps)" if few > 1 else ""
+    return f" The loss went from {brief(values[0])} to {brief(values[1])}{over}." if values else ""
+
+
 def sentence(records: Sequence[Record], brief: Callable[[float | None], str]) -> str:
     """The run in a few sentences."""
     first, last = records[0].step, records[-1].step
@@ -133,8 +160,7 @@ def sentence(records: Sequence[Record], brief: Callable[[float | None], str]) ->
     told = f"{len(records):,} step{'s' * (len(records) > 1)} watched ({steps}{f', every {every}th' * (every > 1)})"
     sizes = [len(record.ids) for record in records if record.ids]
     told += f", {round(median(sizes)):,} samples in each." if sizes else "."
-    loss = ends([record.loss for record in records])
-    told += f" The loss went from {brief(loss[0])} to {brief(loss[1])}." if loss and len(records) > 1 else ""
+    told += _loss(records, brief) if len(records) > 1 else ""
     far = sum(len(record.outliers) for record in records)
     times = "once" if far == 1 else f"{far:,} times"
     told += f" A sample stood out by its gradient {times}." if far else " No sample stood out."

@@ -77,7 +77,8 @@ def _curves(records: Sequence[Record], width: int, marks: str) -> list[str]:
     for name, values in rows.items():
         known = finite(values)
         if known:
-            numbers = " ".join(f"{brief(value):>9}" for value in (known[0], known[-1], max(known)))
+            last = summary.last_loss(records) if name == "loss" else known[-1]
+            numbers = " ".join(f"{brief(value):>9}" for value in (known[0], last, max(known)))
             found.append(f"{name:15}{numbers}  {sparkline(values, width, marks)}")
     return found
 
@@ -86,8 +87,12 @@ def _outliers(records: Sequence[Record], width: int) -> list[str]:
     found = summary.outliers(records)
     if not found:
         return ["No sample stands out."]
+    rows = "; numbered by row in the step, no ids were given" if summary.are_rows(records) else ""
     more = f" (the {_LISTED} that stand out most)" if len(found) > _LISTED else ""
-    lines = [f"Samples that stand out: {len(found):,}{more}", f"  {'step':>8}  {'norm':>9}  {'× median':>9}  sample"]
+    lines = [
+        f"Samples that stand out: {len(found):,}{more}{rows}",
+        f"  {'step':>8}  {'norm':>9}  {'× median':>9}  sample",
+    ]
     for each in found[:_LISTED]:
         ratio = "" if math.isnan(each.ratio) else brief(each.ratio)
         line = f"  {each.step:>8}  {brief(each.norm):>9}  {ratio:>9}  {each.id}"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unsum.samples import Dim, Samples
 from unsum.training.ids import Named
@@ -24,12 +24,19 @@ def record(seen: Observed, step: int, named: Named, outliers: Outliers, samples:
     if seen.refused is None:
         found.norms = seen.squares.sum(0).sqrt() if seen.names else torch.zeros(n, dtype=torch.float64)
         found.noise_scale = noise_scale(seen.all_squares, seen.total, seen.all_samples, seen.weights_of)
-        found.outliers = [ids[row] for row in outliers(found.norms)]
+        if seen.broken() is None:  # else all samples' gradients are, and none stands out
+            found.outliers = [ids[row] for row in outliers(found.norms)]
         texts = dict(zip(ids, named.texts, strict=True)) if len(named.texts) == n else {}
         found.texts = {each: texts[each] for each in found.outliers if each in texts}
     found.layers = _layers(seen)
     found.nonfinite = _nonfinite(seen, found, samples)
     return found
+
+
+def sizes(model: nn.Module) -> tuple[int, int]:
+    """How many numbers the parameters of a model are, and how many of these are trained."""
+    known = {id(p): p for p in model.parameters()}.values()
+    return sum(p.numel() for p in known), sum(p.numel() for p in known if p.requires_grad)
 
 
 def rank() -> int:
@@ -107,9 +114,9 @@ def _layers(seen: Observed) -> dict[str, Layer]:
 def _nonfinite(seen: Observed, found: Record, samples: Samples) -> NonFinite | None:
     """The first value that is not finite: in a parameter, from an earlier step; in the forward, in the loss, in the
     backward, in a parameter's gradient."""
-    for name, norm in seen.weights.items():
-        if not math.isfinite(norm):
-            return NonFinite(name, "nan" if math.isnan(norm) else "inf", None, None, name, 0, found.rank)
+    if (broken := seen.broken()) is not None:
+        name, largest = broken
+        return NonFinite(name, "nan" if math.isnan(largest) else "inf", None, None, name, 0, found.rank)
     bad = [(rows, row) for rows, _, row in seen.rows if row >= 0]
     forward = [each for each in bad if each[0].spot.kind == "output"]
     losses = [k for k, loss in enumerate(seen.losses) if not math.isfinite(loss)]

@@ -12,13 +12,13 @@ from unsum import seams
 from unsum.block import GradientsBlock
 from unsum.errors import UnsumError
 from unsum.step.backward import Options
-
-_EXACT = 'unsum.watch(model, interacting="exact"), in a trainer Watch(interacting="exact")'
+from unsum.training.proposals import reworded
 
 
 class Tolerant(GradientsBlock):
     """A `gradients` block that tells of each backward, and that may let a backward go on which it refuses. What
-    `torch.autograd.grad` returns is no part of `.grad`, and is passed over."""
+    `torch.autograd.grad` returns is no part of `.grad`, and is passed over. `fails` is called after a backward that
+    failed in a trainer, whose callbacks are not told of it; None: this is no trainer."""
 
     def __init__(
         self,
@@ -26,18 +26,17 @@ class Tolerant(GradientsBlock):
         options: Options,
         *,
         refuses: bool,
+        fails: Callable[[], None] | None,
         begins: Callable[[], None],
         heard: Callable[[seams.Backward], None],
     ) -> None:
         super().__init__(model, options)
-        self._refuses, self._begins, self._heard = refuses, begins, heard
+        self._refuses, self._fails, self._begins, self._heard = refuses, fails, begins, heard
         self._call: seams.Backward | None = None
         self.refused: UnsumError | None = None
 
     def _let_go(self, error: UnsumError) -> None:
-        # What a message proposes is written for a block of unsum.gradients.
-        told = str(error).replace('with unsum.gradients(model, interacting="exact") as g: ...', _EXACT)
-        error.args = (told,)
+        error.args = (_as_watch(str(error), in_trainer=self._fails is not None),)
         if self._refuses:
             raise error
         self.refused = error
@@ -90,3 +89,12 @@ class Tolerant(GradientsBlock):
         super().after_backward(failed=failed)
         if not self._under_way and is_ours and not failed and self._call is not None and self._call.accumulates:
             self._heard(self._call)
+        if failed and not self._under_way and self._fails is not None:
+            self._fails()
+
+
+def _as_watch(message: str, *, in_trainer: bool) -> str:
+    message = reworded(message, options=r"Watch(\1)" if in_trainer else r"unsum.watch(model, \1)", plain="with watch:")
+    if in_trainer:  # which calls model.train() in every step
+        message = "\n".join(line for line in message.splitlines() if "model.eval()" not in line)
+    return message

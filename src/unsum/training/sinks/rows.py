@@ -20,12 +20,19 @@ def schema() -> Any:
     pa = package("pyarrow", "pyarrow")
     number, whole, text = pa.float64(), pa.int64(), pa.string()
     layer = pa.struct([("layer", text), *((each.name, number) for each in fields(Layer))])
-    kinds = {"sample": text, "position": pa.list_(whole), "microbatch": whole, "rank": whole}
+    kinds = {
+        "sample": text,
+        "position": pa.list_(whole),
+        "microbatch": whole,
+        "rank": whole,
+        "last_finite": whole,
+        "every": whole,
+    }
     nonfinite = pa.struct([(each.name, kinds.get(each.name, text)) for each in fields(NonFinite)])
     columns = {
         "step": whole, "norms": pa.list_(number), "ids": pa.list_(text), "outliers": pa.list_(text),
         "nonfinite": nonfinite, "layers": pa.list_(layer), "texts": pa.list_(pa.struct([("id", text), ("text", text)])),
-        "refused": text, "rank": whole,
+        "refused": text, "rank": whole, "parameters": whole, "trainable": whole,
     }  # fmt: skip
     return pa.schema([(each.name, columns.get(each.name, number)) for each in fields(Record)])
 
