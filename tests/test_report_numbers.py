@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import unsum
 from report_nets import IDS, Sequences, batch, data_of, net, next_token, squares
-from unsum.report.charts import brief
+from unsum.report.charts import bars, brief
 
 
 def test_the_page_has_the_statistics_that_plain_torch_gives(tmp_path):
@@ -176,3 +176,11 @@ def test_what_is_not_finite_has_no_norm_and_the_rest_is_said_to_be_of_finite_val
     assert cells[5] == "NaN" and "8 NaN<br>finite: " in cells[1] and "of finite values" in cells[2]
     outlier = next(flag for flag in made.flags if flag.kind == "outlier")
     assert outlier.where == "sample 4" and outlier.text == "its gradient is not finite"
+
+
+def test_the_bar_of_a_sample_that_is_not_finite_is_hatched_and_has_the_whole_height():
+    _, svg = bars(torch.tensor([1.0, float("nan"), 2.0, float("inf")]), set(), 5.0, range(4))
+    found = {rect[0]: rect[1:] for rect in re.findall(r'data-sample="(\d)"( class=odd)? .*?height="([\d.]+)"', svg)}
+    assert {k for k, (kind, _) in found.items() if kind} == {"1", "3"}
+    assert found["1"][1] == found["3"][1] == "100" and float(found["2"][1]) == pytest.approx(40)
+    assert "<pattern" in svg and "<pattern" not in bars(torch.ones(3), set(), 5.0, range(3))[1]

@@ -6,24 +6,26 @@ from unsum.report.flags import GROWN, SHRUNK
 from unsum.report.frame import caption
 
 FINDINGS = caption(
-    "Layers, samples and parameters of this batch that meet one of the rules under “What the flags mean”.",
+    "Layers, samples and parameters of this batch that meet one of the rules under “Flags: what they mean”.",
     "each line names a place and says what was found there; a link leads to the layer's row. A flag is a reason to "
     "look, not yet an error.",
 )
 
 SAMPLES = caption(
-    "How strongly each sample pulls at the model: the norm of its gradient, taken over all parameters, before the "
+    "How much each sample changes the weights: the norm of its gradient, taken over all parameters, before the "
     "gradients of the batch are summed.",
-    "one bar for each sample, in the order of the batch; the table has the largest first. Pick a bar, a row or a line "
+    "one bar for each sample, in the order of the batch; a hatched one is NaN or infinite. The table has the largest "
+    "first. Pick a bar, a row or a line "
     "of tokens to see the sample's loss, the samples most like it and the parameters that it changes most.",
-    "a sample above the dashed line. It has more say in the step than the others: it is often mislabelled, damaged, "
+    "a sample above the dashed line. It changes the weights more than the others do: it is often mislabelled, damaged, "
     "or rare.",
 )
 
 SIMILARITY = caption(
-    "Whether samples pull in the same direction: the cosine between the gradients of every two samples.",
-    "row and column are samples, in the order of the batch. Red (1): both ask for the same change. White (0): they "
-    "have nothing to do with each other. Blue (−1): one undoes the other. The diagonal is each sample with itself.",
+    "Whether samples change the weights in the same direction: the cosine between the gradients of every two samples.",
+    "row and column are samples, in the order of the batch. Coral (1): both ask for the same change. No colour (0): "
+    "they have nothing to do with each other. Blue (−1): one undoes the other. The diagonal is each sample with "
+    "itself.",
     "two samples close to 1 off the diagonal are often duplicates; a row that is blue all along works against the "
     "rest of the batch and may have a wrong label.",
 )
@@ -75,6 +77,6 @@ def tokens(on: str, left_out: str) -> str:
         "How much each position contributes: the norm of its part of the sample's gradient.",
         f"one line for each sample; the stronger the colour, the larger the norm, and the number shows under the "
         f"pointer.{on}{left_out}",
-        "one token that is far darker than the rest of its sample: the model finds it hard to predict, or it is "
-        "out of place.",
+        "one token whose colour is far stronger than in the rest of its sample: the model finds it hard to predict, or "
+        "it is out of place.",
     )

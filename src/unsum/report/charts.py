@@ -56,25 +56,36 @@ def plain(value: Any, digits: int = 6) -> Any:
     return value
 
 
+_HATCHED = (
+    '<defs><pattern id="odd" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<rect class="odd-back" width="6" height="6"/><rect class="odd-line" width="3" height="6"/></pattern></defs>'
+)
+
+
 def bars(norms: Tensor, far: set[int], limit: float, ids: Sequence[int]) -> tuple[float, str]:
-    """How high it reaches, and a bar for each sample. No text in it: it is stretched to the width of the page."""
-    values = norms.nan_to_num(0.0, 0.0, 0.0).tolist()
-    top = max([*values, limit if math.isfinite(limit) else 0.0]) or 1.0
+    """How high it reaches, and a bar for each sample; of one whose norm is not finite, a hatched one over the whole
+    height. No text in it: it is stretched to the width of the page."""
+    known = norms.nan_to_num(0.0, 0.0, 0.0).tolist()
+    top = max([*known, limit if math.isfinite(limit) else 0.0]) or 1.0
+    values = [value if math.isfinite(value) else 1.001 * top for value in norms.tolist()]
     step = -(-len(values) // BARS)  # of very many samples, a bar for the largest of some
     shown = [max(range(k, min(k + step, len(values))), key=values.__getitem__) for k in range(0, len(values), step)]
     width = 1000 / len(shown)
     parts = []
     for place, k in enumerate(shown):
-        height = max(0.6, 100 * values[k] / top)
+        is_odd = not math.isfinite(float(norms[k]))
+        kind = " class=odd" if is_odd else " class=far" if k in far else ""
+        height = min(100.0, max(0.6, 100 * values[k] / top))
         parts.append(
-            f'<rect data-sample="{k}"{" class=far" if k in far else ""} x="{place * width:.5g}" y="{100 - height:.4g}" '
+            f'<rect data-sample="{k}"{kind} x="{place * width:.5g}" y="{100 - height:.4g}" '
             f'width="{max(width * 0.82, 0.4):.4g}" height="{height:.4g}"/>'
         )
     if math.isfinite(limit):
         y = 100 - 100 * limit / top
         parts.append(f'<line class="limit" x1="0" x2="1000" y1="{y:.4g}" y2="{y:.4g}"/>')
+    hatched = "" if bool(norms.isfinite().all()) else _HATCHED
     return top, (
         '<svg class="bars" viewBox="0 0 1000 100" preserveAspectRatio="none" role="img" '
-        f'aria-label="Gradient norm of each of {len(ids)} samples; the table below has the numbers">{"".join(parts)}'
-        "</svg>"
+        f'aria-label="Gradient norm of each of {len(ids)} samples; the table below has the numbers">{hatched}'
+        f"{''.join(parts)}</svg>"
     )

@@ -181,10 +181,11 @@ def _channels_first(kind: str, before: bool) -> bool:
 
 def _named(idle: Idle) -> str:
     names = ", ".join(map(str, idle.named[:12])) + (", …" if idle.count > 12 else "")
-    which = "all units are" if idle.count == idle.units else f"unit{'s' if idle.count > 1 else ''} {names}"
-    count = "" if idle.count == idle.units else f" ({idle.count:,} of {idle.units:,})"
-    verb = "" if idle.count == idle.units else " are" if idle.count > 1 else " is"
-    return f"{which}{verb} never active over the batch{count}; {idle.seen:,} values each"
+    if idle.count == idle.units:
+        return f"no unit is active anywhere in the batch ({idle.seen:,} values each)"
+    which = f"unit{'s' if idle.count > 1 else ''} {names}"
+    verb = "are" if idle.count > 1 else "is"
+    return f"{which} {verb} never active in the batch ({idle.count:,} of {idle.units:,}; {idle.seen:,} values each)"
 
 
 # ---- samples --------------------------------------------------------------------------------------------------------

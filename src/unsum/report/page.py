@@ -85,7 +85,7 @@ def _verdict(made: Report) -> str:
         for kind, title in _TITLES.items()
         if kind in counts
     )
-    return f'<p class="verdict"><a href="#findings">What to look at</a>: {told}</p>'
+    return f'<p class="verdict"><a href="#findings">Findings</a>: {told}</p>'
 
 
 def _absent(made: Report, name: str) -> str:
@@ -99,7 +99,7 @@ def _findings(made: Report) -> Section:
         by_kind.setdefault(flag.kind, []).append(flag)
     if not by_kind:
         calm = '<p class="calm">Nothing stands out in this batch.</p>'
-        return section("findings", "What to look at", calm, name="Findings")
+        return section("findings", "Findings: what to look at", calm, name="Findings")
     at = {layer.name: k for k, layer in enumerate(made.layers)}
     items = []
     for kind, title in _TITLES.items():
@@ -112,7 +112,7 @@ def _findings(made: Report) -> Section:
                 f'<details class="finding"{is_open}><summary>{chip(kind)}<b>{title}</b><span class="count">{len(flags)}'
                 f'</span></summary><ul>{lines}{more}</ul><p class="small">{escape(RULES[kind])}</p></details>'
             )
-    return section("findings", "What to look at", "".join(items), lead=captions.FINDINGS, name="Findings")
+    return section("findings", "Findings: what to look at", "".join(items), lead=captions.FINDINGS, name="Findings")
 
 
 def _where(flag: Flag, at: dict[str, int]) -> str:
@@ -203,7 +203,11 @@ def _tokens(made: Report) -> Section | None:
     if each is None or each.tokens is None:
         return None
     names = ", ".join(each.left_out[:6])
-    left = f" Not counted, since their positions are not those of the input: {names}." if names else ""
+    left = (
+        f" These parameters are left out, because their gradient cannot be divided among the tokens: {names}."
+        if names
+        else ""
+    )
     if len(each.left_out) > 6:
         left = left[:-1] + f" and {len(each.left_out) - 6} more."
     body = (
@@ -275,4 +279,4 @@ def _rules() -> Section:
         f"counts {DRAWN:,} values at most, taken evenly.</p>"
     )
     body = f'<dl class="rules">{items}</dl>{more}'
-    return section("rules", "What the flags mean", body, name="Flags", is_open=False)
+    return section("rules", "Flags: what they mean", body, name="Flags", is_open=False)

@@ -21,8 +21,8 @@ from unsum.training.record import Layer, Record
 POINTS, COLUMNS, ROWS = 400, 100, 200  # drawn of a curve and of a map; rows of the table of outliers
 _RULE = (
     '<p class="small">The rule: a norm above 3 times the median norm of its step (of the last 32 samples where a step '
-    "has fewer), and above that median by 5 (threshold=) standard deviations of the norms' logarithms, estimated by "
-    "their median distance over the last 512 samples (window=). A norm that is not finite always counts.</p>"
+    "has fewer), and far above it compared with how much norms vary: 5 (threshold=) standard deviations of their "
+    "logarithms, estimated from the last 512 samples (window=). A norm that is not finite always counts.</p>"
 )
 
 
@@ -196,7 +196,7 @@ def _noise(records: Sequence[Record], groups: Sequence[range]) -> Section | None
     lost = sum(value <= 0 or value == math.inf for value in known)
     note = (
         f'<p class="small">{lost:,} of {len(known):,} estimates are negative or infinite and not drawn: in these steps '
-        "the mean gradient is lost in the noise.</p>"
+        "the noise is larger than the mean gradient, so the estimate has no meaning.</p>"
         if lost
         else ""
     )
@@ -253,13 +253,13 @@ _MAPS = {
     "norm": (
         "Gradient norms of layers", "Layers",
         "How large each layer's gradient was in each step: the root mean square, over samples, of its norms.",
-        "a layer that fades to white while the others stay (it stops learning), or that darkens from one step to the "
-        "next (it grows out of control).",
+        "a layer whose colour fades while the others stay (it stops learning), or becomes stronger from one step to "
+        "the next (it grows out of control).",
     ),
     "grad": (
         "Gradient norms of layers", "Layers", "The norm of each layer's gradient in each step.",
-        "a layer that fades to white while the others stay (it stops learning), or that darkens from one step to the "
-        "next (it grows out of control).",
+        "a layer whose colour fades while the others stay (it stops learning), or becomes stronger from one step to "
+        "the next (it grows out of control).",
     ),
     "update": (
         "Updates of layers", "Updates",
