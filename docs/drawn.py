@@ -20,6 +20,7 @@ PAGES = (
     DOCS / "index.md",
     DOCS.parent / "README.md",
 )
+_SKIPPED = re.compile(r"^<!-- skip: next -->\s*^```python\n.*?^```$", re.M | re.S)  # as in the tests
 _BLOCK_OR_IMAGE = re.compile(r"^```python\n(?P<code>.*?)^```$|\]\((?:docs/)?drawn/(?P<name>\w+\.svg)\)", re.M | re.S)
 
 
@@ -37,7 +38,7 @@ def draw(page: Path) -> dict[str, str]:
     """{file name: SVG}: the page is run from its top, and each image shows what `picture` was when it came."""
     found: dict[str, str] = {}
     names: dict[str, object] = {"__name__": page.stem, "print": lambda *_: None}
-    for match in _BLOCK_OR_IMAGE.finditer(page.read_text(encoding="utf-8")):
+    for match in _BLOCK_OR_IMAGE.finditer(_SKIPPED.sub("", page.read_text(encoding="utf-8"))):
         if match["name"]:
             other = _other(match["name"])
             found[match["name"]] = other(names) if other else names["picture"].svg  # type: ignore[attr-defined]

@@ -74,7 +74,7 @@ def bars(norms: Tensor, far: set[int], limit: float, ids: Sequence[int]) -> tupl
     parts = []
     for place, k in enumerate(shown):
         is_odd = not math.isfinite(float(norms[k]))
-        kind = " class=odd" if is_odd else " class=far" if k in far else ""
+        kind = ' class=odd style="fill:url(#odd)"' if is_odd else " class=far" if k in far else ""
         height = min(100.0, max(0.6, 100 * values[k] / top))
         parts.append(
             f'<rect data-sample="{k}"{kind} x="{place * width:.5g}" y="{100 - height:.4g}" '
