@@ -117,19 +117,6 @@ def rows(
             )  # fmt: skip
 
 
-def table(result: dict[str, Any]) -> str:
-    """The table as it stands in docs/cost.md."""
-    lines = [", ".join(f"{key} {value}" for key, value in result["machine"].items()) + ".", ""]
-    lines += ["| model | what | over | ratio | quartiles | peak memory | aim |", "|---|---|---|---|---|---|---|"]
-    for row in result["rows"]:
-        memory = "" if row["memory"] is None else f"{row['memory']:.2f}×"
-        aim = "" if row["aim"] is None else f"{row['aim']:.2f}×" + ("" if row["median"] <= row["aim"] else ", missed")
-        quartiles = f"{row['low']:.2f}, {row['high']:.2f}"
-        cells = [row["model"], row["what"], row["over"], f"{row['median']:.2f}×", quartiles, memory, aim]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--part", choices=[*PARTS], help="only this one; the file keeps its other rows")

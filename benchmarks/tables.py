@@ -155,6 +155,19 @@ def coverage(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def summary(result: dict[str, Any]) -> str:
+    """All quantities and models, beside what was aimed for."""
+    lines = [", ".join(f"{key} {value}" for key, value in result["machine"].items()) + ".", ""]
+    lines += ["| model | what | over | ratio | quartiles | peak memory | aim |", "|---|---|---|---|---|---|---|"]
+    for row in result["rows"]:
+        memory = "" if row["memory"] is None else f"{row['memory']:.2f}×"
+        aim = "" if row["aim"] is None else f"{row['aim']:.2f}×" + ("" if row["median"] <= row["aim"] else ", missed")
+        quartiles = f"{row['low']:.2f}, {row['high']:.2f}"
+        cells = [row["model"], row["what"], row["over"], f"{row['median']:.2f}×", quartiles, memory, aim]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 TABLES = {
     "capture_overhead": capture_overhead,
     "norms_cpu": norms,
@@ -168,6 +181,8 @@ TABLES = {
     "shapes_cpu": shapes,
     "shapes_cuda": shapes,
     "coverage": coverage,
+    "summary_cpu": summary,
+    "summary_cuda": summary,
 }
 
 
