@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,6 +85,8 @@ class Answers:
                 f"query({what}): the data has {len(self.data)} examples, and the index {self.stored.info['examples']}: "
                 "it is not the data set that it was built from, or several documents are in one example"
             )
+        if not is_same(self.data, self.stored):
+            raise OptionError(f"query({what}): the data is not what the index was built from: other examples, or order")
         return [self.data[number] for number in numbers.tolist()]
 
 
@@ -96,17 +99,30 @@ def told(hits: Hits, stored: Stored, data: Any) -> Hits:
 
 
 def fitting(data: Any, stored: Stored) -> Any:
-    """A data set, if it can be the one that the index was built from: as long, and the same in some examples."""
+    """A data set whose examples go with the rows. One that is not what the index was built from may be meant (texts
+    beside tokens), so that a warning says it."""
     if data is None:
         return None
     if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         raise OptionError("data=: a list or a Dataset, whose examples can be asked for by number")
     known = stored.info["data"]
-    if "examples" in known and (len(data) != known["examples"] or looked_at(data) != known["content"]):
-        why = f"it has {len(data)} examples, not {known['examples']}" if len(data) != known["examples"] else (
-            "other examples, or another order")  # fmt: skip
-        raise OptionError(f"data=: not what the index was built from: {why}")
+    if "examples" in known and len(data) != known["examples"]:
+        raise OptionError(
+            f"data=: not what the index was built from: it has {len(data)} examples, not {known['examples']}"
+        )
+    if not is_same(data, stored):
+        warnings.warn(
+            "data=: not what the index was built from: other examples, another order or another form. hits.examples "
+            "are those of this data; rerank= and tokens= raise an error",
+            stacklevel=4,
+        )
     return data
+
+
+def is_same(data: Any, stored: Stored) -> bool:
+    """Whether some examples of the data are those that the index was built from."""
+    known = stored.info["data"]
+    return "examples" not in known or looked_at(data) == known["content"]
 
 
 def is_by_example(data: Any, stored: Stored) -> bool:

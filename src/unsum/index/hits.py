@@ -55,7 +55,10 @@ class Hits:
 
     def __str__(self) -> str:
         """A table: one line for each hit."""
-        return "\n".join("  ".join(cells).rstrip() for cells in _aligned(self._table()))
+        lines = ["  ".join(cells).rstrip() for cells in _aligned(self._table())]
+        if self.tokens is not None and self.left_out:
+            lines.append(f"the scores of tokens are without {', '.join(self.left_out)}")
+        return "\n".join(lines)
 
     def _table(self) -> list[list[str]]:
         shown = self.names is not None
