@@ -179,6 +179,7 @@ def test_a_mean_of_a_loss_that_is_divided_already_is_refused(tmp_path: Any) -> N
     trainer = functools.partial(runs.transformers.Trainer, compute_loss_func=by_all_tokens)
     with pytest.raises(unsum.errors.OptionError, match="Watch\\(\\)  # without loss_reduction"):
         runs.with_trainer(runs.llama(), tmp_path, watch={"loss_reduction": "mean"}, trainer=trainer)
+    assert not unsum.seams.here()
 
 
 def test_batch_norm_in_the_trainer_is_refused_once_and_leaves_nothing_open(tmp_path: Any) -> None:

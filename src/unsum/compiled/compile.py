@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from unsum import seams
 from unsum.compiled.instrument import backend, hold
@@ -25,6 +24,7 @@ from unsum.seams.compiling import (
     dynamic_of,
     uses_cuda_graphs,
 )
+from unsum.seams.modes import WatchingMode
 
 _numbers = itertools.count()
 _local = threading.local()
@@ -55,7 +55,7 @@ def taken_down(module: nn.Module) -> Callable[..., Any]:
 
 def _as_it_is(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
     def run(*given: Any) -> Any:
-        watcher: TorchFunctionMode = _local.watcher
+        watcher: WatchingMode = _local.watcher
         seams.watch(watcher)
         try:
             return graph.forward(*given)
@@ -66,7 +66,7 @@ def _as_it_is(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any
 
 
 @contextmanager
-def rehearsing(watcher: TorchFunctionMode) -> Iterator[None]:
+def rehearsing(watcher: WatchingMode) -> Iterator[None]:
     """What is taken down is watched while it runs. (While it is taken down, nothing may watch.)"""
     _local.watcher = watcher
     try:

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unsum.graph.nodes import Node, below, is_leaf, ordered
 from unsum.graph.saved import Saved, memory_of, saved_by
 from unsum.learn.rows import Rows
 from unsum.nested import leaves
+from unsum.seams.modes import WatchingMode
 from unsum.seams.nodes import next_number, number_of
 from unsum.seams.tensors import base_of
 
@@ -46,7 +46,7 @@ class _World:
         self.has_left = False  # whether data has left torch in the call under way
 
 
-class Sides(TorchFunctionMode):
+class Sides(WatchingMode):
     """Watches what is computed while it is entered, and knows the data-side nodes."""
 
     def __init__(self, model: nn.Module, saved: Saved) -> None:
@@ -169,6 +169,8 @@ class Sides(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.is_over:
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in _PASSED_OVER:
             if name == "__set__" and getattr(getattr(func, "__self__", None), "__name__", "") == "data":

@@ -13,19 +13,38 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 without_functions = torch._C.DisableTorchFunction  # within it no torch function mode and no subclass is asked
 
 
-def watch(mode: TorchFunctionMode) -> None:
+class WatchingMode(TorchFunctionMode):
+    """A mode for `watch`, or for a `with`. While it `is_over` it has to pass every call on."""
+
+    is_over = False
+
+    def __enter__(self) -> Any:
+        self.is_over = False
+        return super().__enter__()
+
+
+def watch(mode: WatchingMode) -> None:
     """Let a mode see every torch call of this thread. It goes below the user's own modes, so that these may be left
     while it is on."""
-    above = [_pop_mode() for _ in range(_len_torch_function_stack())]
-    for each in (mode, *reversed(above)):
-        _push_mode(each)
+    mode.is_over = False
+    _stack(mode, *(each for each in _popped() if each is not mode))
 
 
-def unwatch(mode: TorchFunctionMode) -> None:
-    """Undo `watch`."""
-    above = [_pop_mode() for _ in range(_len_torch_function_stack())]
-    for each in reversed(above):
-        if each is not mode:
+def unwatch(mode: WatchingMode) -> None:
+    """Undo `watch`. Inside a call that the mode itself handles, torch has taken it off the stack, and puts it back
+    afterwards: there it passes calls on until the next mode comes or goes."""
+    mode.is_over = True
+    _stack(*_popped())
+
+
+def _popped() -> list[TorchFunctionMode]:
+    """All modes of this thread, the lowest first."""
+    return [_pop_mode() for _ in range(_len_torch_function_stack())][::-1]
+
+
+def _stack(*modes: TorchFunctionMode) -> None:
+    for each in modes:
+        if not (isinstance(each, WatchingMode) and each.is_over):
             _push_mode(each)
 
 

@@ -38,6 +38,8 @@ class Tolerant(GradientsBlock):
     def _let_go(self, error: UnsumError) -> None:
         error.args = (_as_watch(str(error), in_trainer=self._fails is not None),)
         if self._refuses:
+            if self._fails is not None and not self._under_way:  # else after the backward
+                self._fails()
             raise error
         self.refused = error
 
