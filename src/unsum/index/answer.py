@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from unsum.index.query import Asker
 from unsum.index.scan import scan
 from unsum.index.stored import Stored
 from unsum.influence import Influence
+from unsum.user_warning import warn
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,9 @@ def fitting(data: Any, stored: Stored) -> Any:
             f"data=: not what the index was built from: it has {len(data)} examples, not {known['examples']}"
         )
     if not is_same(data, stored):
-        warnings.warn(
+        warn(
             "data=: not what the index was built from: other examples, another order or another form. hits.examples "
-            "are those of this data; rerank= and tokens= raise an error",
-            stacklevel=4,
+            "are those of this data; rerank= and tokens= raise an error"
         )
     return data
 

@@ -25,10 +25,10 @@ from unsum.opened import Opened
 from unsum.reducers import WeightedSum
 from unsum.sites import Names
 from unsum.step.backward import Options, Step
-from unsum.told import warn
 from unsum.training.gradient import add_to_grad, add_to_parts, average_over_ranks, refuse_unclipped
 from unsum.training.optimizer_steps import OptimizerSteps, twice
 from unsum.training.proposals import reworded
+from unsum.user_warning import warn
 
 How = Literal["flat", "layer", "automatic"]
 STABILITY = 0.01  # added to the norm by how="automatic"

@@ -20,7 +20,6 @@ from unsum.errors import OptionError
 from unsum.notebook import LARGEST, ShownPage, element, framed
 from unsum.opened import Opened
 from unsum.step.backward import Options
-from unsum.told import warn
 from unsum.training import to_record
 from unsum.training.division import Division
 from unsum.training.ids import NO_BATCH, Ids, Named
@@ -33,6 +32,7 @@ from unsum.training.sinks import Sinks
 from unsum.training.unreached import Unreached
 from unsum.training.updates import Updates
 from unsum.training.weakly import weakly
+from unsum.user_warning import warn
 
 _WAITING = 8  # steps whose numbers may be on their way from a GPU
 
