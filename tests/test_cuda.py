@@ -199,3 +199,27 @@ def test_clipped_sums(dtype, memory):
             off = (found.double().cpu() - wanted).norm() / (clip(norms) * norms).norm()
             assert off < (1e-4 if dtype == torch.float32 else 3e-2), name
     assert memory is None or "factors" in g[unsum.WeightedSum].chosen.values()
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False, "batch_first": False}]
+)
+def test_cudnns_recurrent_layers_by_factors(kind, options):
+    torch.manual_seed(0)
+    options = {"batch_first": True} | options
+    model, x = nn.Sequential(kind(8, 16, **options)), torch.randn(4, 10, 8)
+
+    def loss(model, x):
+        y = model(x if options["batch_first"] else x.transpose(0, 1))[0]
+        return y.square().sum()
+
+    wanted = per_sample_gradients(model, loss, x)
+    model, x = model.cuda(), x.cuda()
+    for _ in range(2):
+        with unsum.gradients(model) as g:
+            loss(model, x).backward()
+        for name, value in wanted.items():
+            found = g[name].per_sample().cpu().double()
+            assert float((found - value).norm()) <= 2e-3 * float(value.norm()), name
+    assert "replay" not in str(g.coverage()).rpartition("by rule")[0], str(g.coverage())

@@ -149,3 +149,35 @@ def test_a_backward_that_writes_into_one_buffer_is_refused_by_name():
     model = Net(Buffered).double()
     with pytest.raises(UnsupportedError, match="BufferedBackward.*same memory"), unsum.gradients(model):
         loss_of(model, torch.randn(6, 4, dtype=torch.float64)).backward()
+
+
+class ConvolutionOfMine(torch.autograd.Function):
+    """Named as a layer of torch's, with what it needs on its context instead of saved."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx._saved_input, ctx._saved_weights = x, [weight]
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ ctx._saved_weights[0], grad.flatten(0, -2).T @ ctx._saved_input.flatten(0, -2)
+
+
+def test_a_name_like_one_of_torchs_layers_says_nothing():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 4))
+
+        def forward(self, x):
+            return ConvolutionOfMine.apply(x, self.weight)
+
+    torch.manual_seed(0)
+    net = Net().double()
+    loss = lambda model, x: model(x).sin().sum()
+    for n in (3, 3, 5):
+        x = torch.randn(n, 2, 4, dtype=torch.float64)
+        with unsum.gradients(net) as g:
+            loss(net, x).backward()
+        torch.testing.assert_close(g["weight"].per_sample(), per_sample_gradients(net, loss, x)["weight"])

@@ -1,4 +1,4 @@
-"""Recurrent layers: the gradient at the gates, at every time, from what a layer was given and what it returned.
+"""One recurrent layer: the gradient at the gates, at every time, from what a layer was given and what it returned.
 
 A layer's backward gives the gradients of its weights summed over time and samples. The gradient at the gates, before
 that sum, is found by going through time once more. All matrix products but one are over all times at once, since the
@@ -9,11 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+Kind = Literal["relu", "tanh", "lstm", "gru"]
+
 _aten = torch.ops.aten
+
+
+class AtGates(NamedTuple):
+    """The gradient at the gates, (T, B, gates · H) each: of what the weight of the inputs brings to them, and of what
+    the weight of the states brings. The two differ only where the latter is multiplied on its way (GRU)."""
+
+    of_inputs: Tensor
+    of_states: Tensor
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,14 @@ class Recurrence:
             found += bias
         found.addmm_(self.before.flatten(0, 1), self.weights[1].T)
         return found.view(*self.inputs.shape[:2], -1)
+
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """(T, B, gates · H) twice: what inputs and what states bring to the gates."""
+        found = []
+        for k, (given, weight) in enumerate(zip((self.inputs, self.before), self.weights, strict=True)):
+            rows = given.flatten(0, 1) @ weight.T
+            found.append((rows + self.biases[k] if self.biases else rows).view(*given.shape[:2], -1))
+        return found[0], found[1]
 
     def forwards(self, *along: Iterable[Tensor]) -> Iterator[tuple[Tensor, ...]]:
         """What there is of each time, in the order in which the layer went through them."""
@@ -86,3 +105,47 @@ def lstm(layer: Recurrence, cell: Tensor, d_states: Tensor, d_last: Tensor | Non
         d.mul_(keep)
         state = own.flatten(1) @ weight
     return gates.flatten(2)
+
+
+def gru(layer: Recurrence, d_states: Tensor, d_last: Tensor | None) -> AtGates:
+    """The gradient at the gates of a GRU (reset, update, new), given those of all states (T, B, H) and of the last."""
+    (r, z, n), (r_state, z_state, n_state) = (part.unflatten(2, (3, -1)).unbind(2) for part in layer.parts())
+    r, z = (r + r_state).sigmoid_(), (z + z_state).sigmoid_()
+    n = torch.addcmul(n, r, n_state).tanh_()
+    # What one unit of a state's gradient brings to each gate: all at once, since the states are known.
+    to_new = _aten.tanh_backward(1 - z, n)
+    units = torch.stack([_aten.sigmoid_backward(to_new * n_state, r), _aten.sigmoid_backward(layer.before - n, z)], 2)
+    of_inputs = torch.cat([units, to_new[:, :, None]], 2)
+    of_states = torch.cat([units, (to_new * r)[:, :, None]], 2)
+    state: Tensor | None = d_last
+    times = layer.backwards(of_inputs.unbind(), of_states.unbind(), d_states.unbind(), z.unbind())
+    for inputs, states, arrived, keep in times:
+        state = arrived if state is None else arrived + state
+        inputs.mul_(state[:, None])
+        states.mul_(state[:, None])
+        state = torch.addmm(state * keep, states.flatten(1), layer.weights[1])
+    return AtGates(of_inputs.flatten(2), of_states.flatten(2))
+
+
+def plain(layer: Recurrence, d_states: Tensor, d_last: Tensor | None, *, relu: bool) -> Tensor:
+    """(T, B, H): the gradient at the only gate, tanh or `relu`."""
+    slopes = (layer.states > 0).to(d_states.dtype) if relu else 1 - layer.states.square()
+    state: Tensor | None = d_last
+    for own, arrived in layer.backwards(slopes.unbind(), d_states.unbind()):
+        own.mul_(arrived if state is None else arrived + state)
+        state = own @ layer.weights[1]
+    return slopes
+
+
+def at_gates(
+    kind: Kind, layer: Recurrence, cell: Tensor | None, d_states: Tensor, d_last: Tensor | None, d_cell: Tensor | None
+) -> AtGates:
+    """The gradient at the gates of a layer of any kind. `cell`: what an LSTM began with."""
+    if kind == "gru":
+        return gru(layer, d_states, d_last)
+    if kind == "lstm":
+        assert cell is not None
+        found = lstm(layer, cell, d_states, d_last, d_cell)
+    else:
+        found = plain(layer, d_states, d_last, relu=kind == "relu")
+    return AtGates(found, found)

@@ -44,9 +44,10 @@ def saved_tensors(kind: type) -> tuple[str, ...]:
 
 
 def saved_others(node: Any) -> list[str]:
-    """The attributes under which a node has saved what is no tensor."""
+    """The attributes under which a node of torch's has saved what is no tensor. (What a custom Function puts on its
+    context has any name, and may be a tensor.)"""
     kind = type(node)
-    return [name for name in dir(node) if name.startswith(SAVED) and not hasattr(kind, f"_raw{name}")]
+    return [name for name in dir(kind) if name.startswith(SAVED) and not hasattr(kind, f"_raw{name}")]
 
 
 def packed(node: Any) -> Iterator[tuple[str, Any]]:

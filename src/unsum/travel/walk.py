@@ -102,8 +102,12 @@ WIDE = ("Convolution", "SlowConv", "MkldnnConvolution", "CudnnConvolution", "Con
 def may_mix(node: Node) -> bool:
     """Whether `mixes` has to look at a node in every batch."""
     name = node.name()
-    is_wide = name.startswith(WIDE) and node.next_functions[0][0] is None
-    return is_wide or "BatchNorm" in name or name.startswith("Embedding") or bool(rounding_of(node))
+    return _is_wide(node) or "BatchNorm" in name or name.startswith("Embedding") or bool(rounding_of(node))
+
+
+def _is_wide(node: Node) -> bool:
+    """Whether a node is a layer of torch's own that sees raw input as a whole. A custom Function may have any name."""
+    return node.name().startswith(WIDE) and not is_custom(node) and node.next_functions[0][0] is None
 
 
 def mixes(node: Node, outs: Owners, journey: Journey) -> bool:
@@ -112,7 +116,7 @@ def mixes(node: Node, outs: Owners, journey: Journey) -> bool:
     name = node.name()
     if rounding_of(node):
         return scales_by_batch(node)
-    if name.startswith(WIDE) and node.next_functions[0][0] is None:
+    if _is_wide(node):
         given, at = saved_or(node, "input", None), start(node, outs, journey)
         if at is None or given is None or (given.dim() < 3 and "Rnn" in name):
             return False
