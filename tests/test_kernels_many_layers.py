@@ -113,6 +113,29 @@ def test_a_backward_whose_norms_come_from_few_launches(scale_only, as_on_a_gpu):
         assert sorted(as_on_a_gpu) == ([] if step == 0 else wanted)  # the first is learnt
 
 
+class Branches(nn.Module):
+    """Layers whose results are added up: all of them receive the same gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(6) for _ in range(2))
+
+    def forward(self, x):
+        return sum((layer(x) for layer in (*self.linears, *self.norms)), x)
+
+
+def test_branches_that_share_a_gradient(as_on_a_gpu):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Branches(), nn.Tanh(), Branches()).to(DEVICE), torch.randn(4, 6).to(DEVICE)
+    truth = per_sample_gradients(model, lambda m, x: m(x).square().sum(), x)
+    for _ in range(3):
+        found = norms_and_gradients(model, x)
+        for name, each in truth.items():
+            close(found[name], each.flatten(1).square().sum(1), torch.float32)
+    assert {name for name, _ in as_on_a_gpu} == {f"grouped_{way}_sq_norms" for way in ("gram", "norm", "shift")}
+
+
 def doubled(x, p):
     return torch.addmm(x, x, p, alpha=2)
 

@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from types import TracebackType
 from typing import Any
 
@@ -37,6 +38,7 @@ from unsum.step.planner import Planned, Planner, roots_of
 
 log = logging.getLogger("unsum")
 
+_is_meta = attrgetter("is_meta")
 _shown_by: weakref.WeakKeyDictionary[Any, weakref.ref[Gradients]] = weakref.WeakKeyDictionary()  # the last results
 
 
@@ -373,14 +375,16 @@ def _has_checkpoint(nodes: Iterable[Node]) -> bool:
 
 def _refuse(names: Names) -> None:
     """Models of which no sample's gradient can be told."""
-    for name, parameter in names.parameters.items():
-        if parameter.is_meta and parameter.requires_grad:
-            raise UnsupportedError(
-                f"{name} is on the meta device and has no numbers: load it, or freeze it (requires_grad_(False))"
-            )
-    for name, parameter in names.parameters.items():
-        if type(parameter).__name__ == "DTensor":
-            raise UnsupportedError(
-                f"{name} is a DTensor, spread over several processes (tensor parallel): per-sample gradients need "
-                "whole parameters.\n  fully_shard (FSDP2) and DDP are supported"
-            )
+    parameters = names.parameters.values()
+    if any(map(_is_meta, parameters)):
+        for name, parameter in names.parameters.items():
+            if parameter.is_meta and parameter.requires_grad:
+                raise UnsupportedError(
+                    f"{name} is on the meta device and has no numbers: load it, or freeze it (requires_grad_(False))"
+                )
+    if any(kind.__name__ == "DTensor" for kind in set(map(type, parameters))):
+        name = next(name for name, parameter in names.parameters.items() if type(parameter).__name__ == "DTensor")
+        raise UnsupportedError(
+            f"{name} is a DTensor, spread over several processes (tensor parallel): per-sample gradients need "
+            "whole parameters.\n  fully_shard (FSDP2) and DDP are supported"
+        )

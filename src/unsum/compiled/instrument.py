@@ -269,7 +269,7 @@ class Session:
             return False
         self._held = held
         way, tensors = found
-        self._launches.add(way, n, t, hint(t), name, tensors)
+        self._launches.add(way, n, t, hint(t), [name], [[tensor] for tensor in tensors])
         return True
 
     def finish(self) -> tuple[Tensor | None, ...]:

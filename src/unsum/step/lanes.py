@@ -74,8 +74,9 @@ class Lanes:
         self._launched, self._wants, self._scale, self._to = launched, wants, scale, to
         self._left: dict[Team, Left] = {}
         self._held = 0
-        self._launches: Launches[Route] = Launches()
-        self._of_launches: list[tuple[Team, int, tuple[Tensor, ...], int | None]] = []  # what they wait with
+        self._of_launches: dict[Team, list[tuple[int, tuple[Tensor, ...], int | None]]] = {
+            each: [] for each in launched
+        }
         self._held_by_launches = 0
         self.waits: dict[int, Team] = {}  # by place
         device = next((p.device.type for p in parameters.values()), "")
@@ -102,11 +103,7 @@ class Lanes:
             for saved, numel in zip(tensors[1:], ready.numels, strict=True):
                 if saved is None or saved.numel() != numel:
                     return False
-            routes = self._plan.routes[place]
-            for form in ready.forms:
-                chosen = [tensors[c] for c in form.columns]
-                self._launches.add(form.way, self._plan.n, ready.t, form.alike, routes[form.route], chosen)
-            self._of_launches.append((team, place, tensors, version))
+            self._of_launches[team].append((place, tensors, version))
             self._held_by_launches += team.numel  # of δ: what was saved is there anyway when a backward begins
             if self._held_by_launches > HELD.get(delta.device.type, 0):
                 self._launch()
@@ -140,18 +137,27 @@ class Lanes:
     # ---- grouped --------------------------------------------------------------------------------------------------
 
     def _launch(self) -> None:
-        came, self._of_launches, self._held_by_launches = self._of_launches, [], 0
-        for _, place, tensors, version in came:
-            self._refuse_changed(place, tensors[0], version)
+        came, self._held_by_launches = self._of_launches, 0
+        self._of_launches = {team: [] for team in came}
+        launches: Launches[Route] = Launches()
         untried: dict[Meeting, Call] = {}  # the first of each team, by itself
-        for team, (place, tensors) in {team: (place, tensors) for team, place, tensors, _ in reversed(came)}.items():
+        for team, left in came.items():
+            if not left:
+                continue
+            places, tensors, _ = zip(*left, strict=True)
+            for place, held, version in left:
+                self._refuse_changed(place, held[0], version)
+            ready, columns, routes = self._launched[team], list(zip(*tensors, strict=True)), self._plan.routes
+            for form in ready.forms:
+                whose, chosen = [routes[place][form.route] for place in places], [columns[c] for c in form.columns]
+                launches.add(form.way, self._plan.n, ready.t, form.alike, whose, chosen)
             if (mark := ("grouped", team.routes[0].meeting)) not in self._plan.tried:
                 self._plan.tried.add(mark)
-                alone = self._call(team, [place], [tensors])
-                untried |= {route.meeting: alone for route in self._plan.routes[place]}
-        for routes, squares in self._launches.norms():
-            self._to.take_squares(routes, squares)
-            for k, route in enumerate(routes) if untried else ():
+                alone = self._call(team, places[:1], tensors[:1])
+                untried |= {route.meeting: alone for route in routes[places[0]]}
+        for owners, squares in launches.norms():
+            self._to.take_squares(owners, squares)
+            for k, route in enumerate(owners) if untried else ():
                 if route.meeting in untried:
                     _compare(route, untried[route.meeting], squares[k])
 

@@ -42,21 +42,39 @@ class Launches(Generic[T]):
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, _Launch[T]] = {}
-        self._scales: dict[int, tuple[_Launch[T], int]] = {}  # by the id of their δ, which waits here
+        # By the id of their δ, which waits here. Branches that are added up have the same.
+        self._scales: dict[int, list[tuple[_Launch[T], int]]] = {}
 
-    def add(self, way: Way, n: Any, t: Any, alike: Hashable, whose: T, tensors: Sequence[Tensor]) -> None:
-        """The tensors of one parameter. `alike`: only those that say the same may share a launch."""
-        if way == "shift" and (scale := self._scales.get(id(tensors[0]))) is not None:
-            scale[0].beside[scale[1]] = whose
-            return
+    def add(
+        self, way: Way, n: Any, t: Any, alike: Hashable, whose: Sequence[T], columns: Sequence[Sequence[Tensor]]
+    ) -> None:
+        """The tensors of these parameters, in columns. `alike`: only those that say the same may share a launch."""
+        if way == "shift" and self._scales:
+            whose, columns = self._beside_scales(whose, columns[0])
+            if not whose:
+                return
         launch = self._waiting.get((way, alike))
         if launch is None:
-            launch = self._waiting[way, alike] = _Launch(way, n, t, columns=[[] for _ in tensors])
+            launch = self._waiting[way, alike] = _Launch(way, n, t, columns=[[] for _ in columns])
         if way == "norm":
-            self._scales[id(tensors[0])] = launch, len(launch.whose)
-        launch.whose.append(whose)
-        for column, tensor in zip(launch.columns, tensors, strict=True):
-            column.append(tensor)
+            for row, delta in enumerate(columns[0], len(launch.whose)):
+                self._scales.setdefault(id(delta), []).append((launch, row))
+        launch.whose.extend(whose)
+        for held, column in zip(launch.columns, columns, strict=True):
+            held.extend(column)
+
+    def _beside_scales(self, whose: Sequence[T], deltas: Sequence[Tensor]) -> tuple[list[T], list[list[Tensor]]]:
+        """Shifts come with the scale of their norm layer, each scale with one. Returns those without one."""
+        names: list[T] = []
+        rest: list[Tensor] = []
+        for name, delta in zip(whose, deltas, strict=True):
+            if waiting := self._scales.get(id(delta)):
+                launch, row = waiting.pop(0)
+                launch.beside[row] = name
+            else:
+                names.append(name)
+                rest.append(delta)
+        return names, [rest]
 
     def norms(self, *, traced: bool = False) -> Iterator[tuple[list[T], Tensor]]:
         """Whose, and their squared norms (layers, n); nothing waits any longer."""
