@@ -41,8 +41,11 @@ class Recurrence:
     @cached_property
     def before(self) -> Tensor:
         """(T, B, H): the state that each time began with."""
-        parts = (self.states[1:], self.first[None]) if self.is_reversed else (self.first[None], self.states[:-1])
-        return torch.cat(parts)
+        return self.begun(self.states, self.first)
+
+    def begun(self, ended: Tensor, first: Tensor) -> Tensor:
+        """(T, B, H): what each time began with, if it `ended` with these, and the first time began with `first`."""
+        return torch.cat((ended[1:], first[None]) if self.is_reversed else (first[None], ended[:-1]))
 
     def sums(self) -> Tensor:
         """(T, B, gates · H): what goes into the gates."""
@@ -70,6 +73,12 @@ class Recurrence:
         found = list(zip(*along, strict=True))
         return iter(found) if self.is_reversed else reversed(found)
 
+    def arriving(self, d_states: Tensor, d_last: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
+        """The gradient of the state that a backward begins with, and what arrives at the state before each time, with
+        None for the first time's: that of all states, (T, B, H), and of the last one are given."""
+        begins, *rest = [each for (each,) in self.backwards(d_states.unbind())]
+        return begins if d_last is None else begins + d_last, [*rest, None]
+
 
 def lstm(layer: Recurrence, cell: Tensor, d_states: Tensor, d_last: Tensor | None, d_cell: Tensor | None) -> Tensor:
     """(T, B, 4H): the gradient at the gates of an LSTM that began with a `cell` (B, H), given the gradients of all
@@ -79,10 +88,10 @@ def lstm(layer: Recurrence, cell: Tensor, d_states: Tensor, d_last: Tensor | Non
     for gate in (i, f, o):
         gate.sigmoid_()
     g.tanh_()
-    cells, begun = torch.mul(i, g), torch.empty_like(d_states, dtype=i.dtype)
-    for now, start, forget in layer.forwards(cells.unbind(), begun.unbind(), f.unbind()):
-        start.copy_(cell)
+    cells, first = torch.mul(i, g), cell
+    for now, forget in layer.forwards(cells.unbind(), f.unbind()):
         cell = now.addcmul_(forget, cell)
+    begun = layer.begun(cells, first)
     cells.tanh_()
     # From here on the gates turn into derivatives: of the cell for i, f and g, of the state for o.
     through = _aten.tanh_backward(o, cells)  # the cell, by the state
@@ -92,19 +101,19 @@ def lstm(layer: Recurrence, cell: Tensor, d_states: Tensor, d_last: Tensor | Non
     i.copy_(by_i)
     _aten.sigmoid_backward.grad_input(begun, f, grad_input=f)
     _aten.sigmoid_backward.grad_input(cells, o, grad_input=o)
-    # And now, time by time, into gradients.
+    # And now, time by time, into gradients. Views are made for all times at once: a time is a few small operations.
     d = torch.zeros_like(cell) if d_cell is None else d_cell.clone()
-    state: Tensor | None = d_last
-    weight = layer.weights[1]
-    times = layer.backwards(gates.unbind(), d_states.unbind(), through.unbind(), kept.unbind())
-    for own, arrived, to_cell, keep in times:
-        state = arrived if state is None else arrived + state
+    by_gate, flat = d[:, None], gates.flatten(2)
+    state, following = layer.arriving(d_states, d_last)
+    times = layer.backwards(gates[:, :, :3].unbind(), o.unbind(), flat.unbind(), through.unbind(), kept.unbind())
+    for (of_cell, of_state, own, to_cell, keep), before in zip(times, following, strict=True):
         d.addcmul_(state, to_cell)
-        own[:, :3].mul_(d[:, None])
-        own[:, 3].mul_(state)
-        d.mul_(keep)
-        state = own.flatten(1) @ weight
-    return gates.flatten(2)
+        of_cell.mul_(by_gate)
+        of_state.mul_(state)
+        if before is not None:
+            d.mul_(keep)
+            state = torch.addmm(before, own, layer.weights[1])
+    return flat
 
 
 def gru(layer: Recurrence, d_states: Tensor, d_last: Tensor | None) -> AtGates:
@@ -117,23 +126,26 @@ def gru(layer: Recurrence, d_states: Tensor, d_last: Tensor | None) -> AtGates:
     units = torch.stack([_aten.sigmoid_backward(to_new * n_state, r), _aten.sigmoid_backward(layer.before - n, z)], 2)
     of_inputs = torch.cat([units, to_new[:, :, None]], 2)
     of_states = torch.cat([units, (to_new * r)[:, :, None]], 2)
-    state: Tensor | None = d_last
-    times = layer.backwards(of_inputs.unbind(), of_states.unbind(), d_states.unbind(), z.unbind())
-    for inputs, states, arrived, keep in times:
-        state = arrived if state is None else arrived + state
-        inputs.mul_(state[:, None])
-        states.mul_(state[:, None])
-        state = torch.addmm(state * keep, states.flatten(1), layer.weights[1])
-    return AtGates(of_inputs.flatten(2), of_states.flatten(2))
+    state, following = layer.arriving(d_states, d_last)
+    flat = of_states.flatten(2)
+    times = layer.backwards(of_inputs.unbind(), of_states.unbind(), flat.unbind(), z.unbind())
+    for (inputs, states, own, keep), before in zip(times, following, strict=True):
+        each = state[:, None]
+        inputs.mul_(each)
+        states.mul_(each)
+        if before is not None:
+            state = torch.addmm(torch.addcmul(before, state, keep), own, layer.weights[1])
+    return AtGates(of_inputs.flatten(2), flat)
 
 
 def plain(layer: Recurrence, d_states: Tensor, d_last: Tensor | None, *, relu: bool) -> Tensor:
     """(T, B, H): the gradient at the only gate, tanh or `relu`."""
     slopes = (layer.states > 0).to(d_states.dtype) if relu else 1 - layer.states.square()
-    state: Tensor | None = d_last
-    for own, arrived in layer.backwards(slopes.unbind(), d_states.unbind()):
-        own.mul_(arrived if state is None else arrived + state)
-        state = own @ layer.weights[1]
+    state, following = layer.arriving(d_states, d_last)
+    for (own,), before in zip(layer.backwards(slopes.unbind()), following, strict=True):
+        own.mul_(state)
+        if before is not None:
+            state = torch.addmm(before, own, layer.weights[1])
     return slopes
 
 
