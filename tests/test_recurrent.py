@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import unsum
+from unsum.kernels import recurrence
 from unsum.kernels.recurrence import Recurrence, lstm
 
 N, T, D, H = 4, 6, 3, 5
@@ -267,3 +268,13 @@ def test_groups_of_scattered_rows_where_time_comes_first(make):
         compare(g.per_sample(), {k: torch.stack([of(each, v) for each in own]) for k, v in wanted.items()})
         if -1 in ids:
             compare({k: g[k].shared() for k in g}, {k: of(-1, v) for k, v in wanted.items()})
+
+
+def test_layers_whose_gates_are_computed_by_onednn():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.LSTM(96, 96, batch_first=True)), torch.randn(8, 16, 96)
+    assert x.numel() * 4 * 96 > recurrence.LARGE
+    run = lambda m, x: m(x)[0].square().sum()
+    with unsum.gradients(model) as g:
+        run(model, x).backward()
+    compare(g.per_sample(), per_sample_gradients(model, run, x))

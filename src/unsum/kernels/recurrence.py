@@ -14,7 +14,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from unsum.seams.operators import onednn_product
+
 Kind = Literal["relu", "tanh", "lstm", "gru"]
+
+LARGE = 1 << 22  # products of numbers, from which on oneDNN's call is worth its overhead, as measured
 
 _aten = torch.ops.aten
 
@@ -49,18 +53,15 @@ class Recurrence:
 
     def sums(self) -> Tensor:
         """(T, B, gates · H): what goes into the gates."""
-        found = self.inputs.flatten(0, 1) @ self.weights[0].T
-        for bias in self.biases:
-            found += bias
-        found.addmm_(self.before.flatten(0, 1), self.weights[1].T)
-        return found.view(*self.inputs.shape[:2], -1)
+        of_inputs, of_states = self.parts()
+        return of_inputs.add_(of_states)
 
     def parts(self) -> tuple[Tensor, Tensor]:
         """(T, B, gates · H) twice: what inputs and what states bring to the gates."""
         found = []
         for k, (given, weight) in enumerate(zip((self.inputs, self.before), self.weights, strict=True)):
-            rows = given.flatten(0, 1) @ weight.T
-            found.append((rows + self.biases[k] if self.biases else rows).view(*given.shape[:2], -1))
+            rows = product(given.flatten(0, 1), weight)
+            found.append((rows.add_(self.biases[k]) if self.biases else rows).view(*given.shape[:2], -1))
         return found[0], found[1]
 
     def forwards(self, *along: Iterable[Tensor]) -> Iterator[tuple[Tensor, ...]]:
@@ -78,6 +79,12 @@ class Recurrence:
         None for the first time's: that of all states, (T, B, H), and of the last one are given."""
         begins, *rest = [each for (each,) in self.backwards(d_states.unbind())]
         return begins if d_last is None else begins + d_last, [*rest, None]
+
+
+def product(rows: Tensor, weight: Tensor) -> Tensor:
+    """rows @ weight.T."""
+    found = onednn_product(rows, weight) if rows.numel() * len(weight) > LARGE else None
+    return rows @ weight.T if found is None else found
 
 
 def lstm(layer: Recurrence, cell: Tensor, d_states: Tensor, d_last: Tensor | None, d_cell: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unsum.kernels.product import wide
-from unsum.kernels.recurrence import AtGates, Kind, Recurrence, at_gates
+from unsum.kernels.recurrence import AtGates, Kind, Recurrence, at_gates, product
 
 _RUNS = {"relu": torch.rnn_relu, "tanh": torch.rnn_tanh, "gru": torch.gru}
 
@@ -39,7 +39,7 @@ class Stack:
         for layer in reversed(range(len(self.weights) // self.directions)):
             here = [self._one(layer, k, returned, above, d_states, d_cells) for k in range(self.directions)]
             if layer:
-                each = [gates.of_inputs.flatten(0, 1) @ one.weights[0] for one, gates in here]
+                each = [product(gates.of_inputs.flatten(0, 1), one.weights[0].T) for one, gates in here]
                 above = torch.stack(each).sum(0).view_as(returned[layer])
             found = here + found
         return found

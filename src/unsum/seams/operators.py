@@ -21,6 +21,7 @@ __all__ = [
     "hint",
     "is_stand_in",
     "launcher",
+    "onednn_product",
     "schema_of",
     "settled",
     "without_modes",
@@ -59,3 +60,14 @@ def launcher(made: Any) -> tuple[Callable[..., None], Any, Any]:
     """What launches a compiled Triton kernel: run, the function, and what run is told of it."""
     made._init_handles()
     return made.run, made.function, made.packed_metadata
+
+
+_linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+
+
+def onednn_product(rows: Tensor, weight: Tensor) -> Tensor | None:
+    """rows @ weight.T, (m, k) and (o, k), by the library that torch's recurrent layers use on a CPU; None where there
+    is none. torch's own product of float32 takes MKL, which is less than half as fast on processors of other makers."""
+    if _linear is None or rows.dtype != torch.float32 or rows.device.type != "cpu":
+        return None
+    return _linear(rows, weight, None, "none", [], "")  # type: ignore[no-any-return]
