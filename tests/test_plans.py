@@ -218,6 +218,63 @@ def test_second_moments_of_complex_parameters():
     torch.testing.assert_close(found, g["weight"].per_sample().abs().square().sum(0))
 
 
+class Narrow(nn.Module):
+    """A parameter of another dtype than what it meets."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.first, self.scale = nn.Linear(6, 8).double(), nn.Parameter(torch.randn(5, dtype=dtype))
+
+    def forward(self, x):
+        return torch.fft.irfft(torch.fft.rfft(self.first(x)) * self.scale, n=8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.float16])
+def test_a_parameter_that_is_narrower_than_the_rest_rounds_what_arrives(dtype):
+    model, x = Narrow(dtype), torch.randn(N, 3, 6).double()
+    loss = lambda x: model(x).square().sum()
+    with unsum.gradients(model) as g:
+        loss(x).backward()
+    for name, parameter in model.named_parameters():
+        truth = torch.stack([torch.autograd.grad(loss(x[i : i + 1]), parameter)[0] for i in range(N)])
+        close = 1e-2 if dtype is torch.float16 else 1e-5
+        torch.testing.assert_close(g[name].per_sample(), truth, rtol=close, atol=close, check_dtype=False)
+
+
+def test_a_model_all_of_whose_numbers_are_complex():
+    model = nn.Sequential(nn.Linear(6, 8, dtype=torch.complex64), nn.Linear(8, 3, dtype=torch.complex64))
+    x = torch.randn(N, 6, dtype=torch.complex64)
+    loss = lambda x: model(x).abs().square().sum()
+    with unsum.gradients(model) as g:
+        loss(x).backward()
+    for name, parameter in model.named_parameters():
+        truth = torch.stack([torch.autograd.grad(loss(x[i : i + 1]), parameter)[0] for i in range(N)])
+        torch.testing.assert_close(g[name].per_sample(), truth, rtol=1e-5, atol=1e-4, check_dtype=False)
+
+
+class Normed(nn.Module):
+    """As many rows in a weight that is normed as there are samples; single tokens take another way."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, N), nn.utils.parametrizations.weight_norm(nn.Linear(N, N))
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(h.tanh() if x.shape[1] > 1 else h.sigmoid())
+
+
+def test_norms_of_a_weight_are_no_data_in_a_later_graph_of_another_form():
+    model = Normed().double()
+    for n, length in ((3, 3), (N, 3), (N, 1)):
+        x = torch.randn(n, length, 3).double()
+        with unsum.gradients(model) as g:
+            model(x).square().sum().backward()
+        truth = per_sample_gradients(model, lambda m, x: m(x).square().sum(), x)
+        for name in g:
+            torch.testing.assert_close(g[name].per_sample(), truth[name])
+
+
 def test_indices_among_the_inputs_are_no_rows():
     model, x, order = nn.Linear(3, 3).double(), torch.randn(N, 3).double(), torch.tensor([2, 0, 3, 1])
 

@@ -1,10 +1,11 @@
-"""Functions that round gradients to few bits inside their backward, and of which unsum knows what they compute: the
-linear layers of float8 training (torchao). Their backward is linear but for that rounding."""
+"""How far sums may be off: by dtype, and by functions that round gradients to few bits inside their backward. Of these
+unsum knows what they compute, the linear layers of float8 training (torchao): it is linear but for that rounding."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.autograd.function import BackwardCFunction
 
 from unsum.graph.nodes import Node
@@ -13,6 +14,14 @@ COARSE = 0.25
 """How far results may be off, relative to their norm. Float8 has two or three bits behind the first: rounding both
 factors moves a product by 3 to 7 % of its norm, and a single number of it by at most 20 %. A rule that is wrong is off
 by 100 % or more."""
+
+_SUMS = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-3, torch.complex64: 1e-3}
+
+
+def rounding_of_sums(dtype: torch.dtype) -> float:
+    """How far sums of numbers of this dtype may be off, relative to the largest gradient."""
+    return _SUMS.get(dtype, 5e-2)
+
 
 _NAMES = frozenset({"matmul_with_hp_or_float8_argsBackward", "mx_mmBackward"})
 

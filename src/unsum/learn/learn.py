@@ -6,7 +6,6 @@ import logging
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from unsum.errors import InteractionError, UnsupportedError
@@ -14,7 +13,7 @@ from unsum.graph.layout import Layout
 from unsum.graph.nodes import Edge, Node, below, is_leaf
 from unsum.graph.owners import Owners, Swept, all_are_seen, sweep
 from unsum.graph.replay import Grads, flow, nested, remembers_memory
-from unsum.graph.rounded import rounding_of
+from unsum.graph.rounded import rounding_of, rounding_of_sums
 from unsum.learn.additive import refuse_nonlinear
 from unsum.learn.audit import Audit
 from unsum.learn.cut import Cut, find_cut, is_penalty, parameters_met_outside
@@ -313,6 +312,5 @@ def inside(roots: Sequence[Any], nodes: Sequence[Node], owners: Owners, n: int, 
 
 def _rounding(node: Node) -> float:
     """How far sums may be off where this node computes, relative to the largest gradient."""
-    precise = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-3, torch.complex64: 1e-3}
-    dtypes = [meta.dtype for meta in outputs_of(node) if meta.dtype.is_floating_point]
-    return max([rounding_of(node), *(precise.get(dtype, 5e-2) for dtype in dtypes)])
+    dtypes = [meta.dtype for meta in outputs_of(node) if meta.dtype.is_floating_point or meta.dtype.is_complex]
+    return max([rounding_of(node), *map(rounding_of_sums, dtypes)])

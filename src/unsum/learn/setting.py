@@ -23,6 +23,16 @@ def numbers_saved_by(node: Node) -> Iterator[Tensor]:
             yield tensor
 
 
+def _come_from_parameters(nodes: Sequence[Node]) -> bool:
+    """Whether what these nodes were given came with gradients, from parameters, or is among what they have saved."""
+    return all(
+        isinstance(node.variable, nn.Parameter)
+        if is_leaf(node)
+        else all(child is not None for child, _ in node.next_functions)
+        for node in nodes
+    )
+
+
 _LOOKS = ("TBackward0", "TransposeBackward0", "ToCopyBackward0", "ViewBackward0", "PermuteBackward0")
 
 
@@ -80,11 +90,12 @@ class Setting:
         """Of a forward that was not watched: whether any of these nodes has saved something that may be data of n
         samples: no parameter, no buffer, no positions, not computed with gradients, with a dimension that n divides."""
         own = {memory_of(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
+        results = not _come_from_parameters(nodes)  # of parameters alone, they are no data (the norms of a weight)
         return any(
             any(size % n == 0 for size in tensor.shape) and (tensor.is_floating_point() or not counts(tensor))
             for node in nodes
             if not is_leaf(node)
-            for tensor in saved_by(node)
+            for tensor in saved_by(node, results=results)
             if tensor.numel() > 1 and not tensor.requires_grad and memory_of(tensor) not in own
         )
 

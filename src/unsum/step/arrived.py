@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from unsum import seams
 from unsum.errors import NotFinite, UnknownSamples
+from unsum.graph.rounded import rounding_of_sums
 from unsum.kernels.product import wide
 
 
@@ -66,7 +67,8 @@ class Arrived:
                     at=self._names[key],
                     write="with unsum.watch(model) as w: ...  # w.last.nonfinite names the first such value",
                 )
-            if not missing <= self.rounding * scale:
+            rounding = max(self.rounding, rounding_of_sums(self._wanted[key].dtype))  # narrower than the rest, perhaps
+            if not missing <= rounding * scale:
                 raise UnknownSamples(
                     f"{self._names[key]}: part of its gradient comes from where no samples are known "
                     f"({missing:.1e} of {scale:.1e}). A hook of yours on a tensor that is computed from the parameter "
