@@ -42,6 +42,11 @@ def ways_of(model: Any, compiled: Any, losses: Any, x: Any, y: Any) -> dict[str,
     def clip(norms: Any) -> Any:
         return (1 / norms).clamp(max=1)
 
+    def captured(which: Any) -> Any:
+        with unsum.capture(which, (torch.nn.Linear, "input"), (torch.nn.Linear, "grad_output")) as got:
+            losses(which, x, y).sum().backward()
+        return got
+
     ways = {
         "plain, compiled": lambda: losses(compiled, x, y).sum().backward(),
         "plain, compiled, again": lambda: losses(compiled, x, y).sum().backward(),
@@ -53,6 +58,8 @@ def ways_of(model: Any, compiled: Any, losses: Any, x: Any, y: Any) -> dict[str,
     }
     if losses is token_losses:
         ways |= {
+            "captured, compiled": lambda: captured(compiled),
+            "captured, eager": lambda: captured(model),
             "token norms, compiled": lambda: block(compiled, unsum.TokenNorms()).norms(),
             "projected, compiled": lambda: block(compiled, unsum.Project(k=16), grad=False).matrix(),
         }
@@ -123,7 +130,11 @@ def main() -> None:
     print(", ".join(f"{key} {value}" for key, value in about.items()), end="\n\n")
     for name, make in MODELS[options.device].items():
         if options.only in name:
-            given = {"device": options.device, "seconds": 3 if options.quick else 20, "chosen": chosen}
+            given = {
+                "device": options.device,
+                "seconds": options.seconds or (3 if options.quick else 20),
+                "chosen": chosen,
+            }
             results.append(run(name, make, **given, mode=options.mode))
             print(table(results[-1]), end="\n\n", flush=True)
             write(options.json, {"machine": about, "device": options.device, "models": results})

@@ -91,13 +91,14 @@ def experts(batch: int, length: int, width: int, layers: int, *, loop: bool = Fa
 SMALL = {"width": 768, "depth": 12, "heads": 12, "vocabulary": 50304}
 LARGE = {"width": 2048, "depth": 8, "heads": 16, "vocabulary": 32000}
 CLIPPED = ("clipped", "clipped, factors", "clipped, twice", "clipped, with .grad")
-ALL = ("norms", *CLIPPED, "projected", "projected, linears", "tokens", "dots", "captured")
+ALL = ("norms", *CLIPPED, "projected", "projected, linears", "tokens", "dots", "captured", "captured, hooks by hand")
 MODELS: dict[str, dict[str, tuple[Callable[[], Any], tuple[str, ...]]]] = {
     "cuda": {
         "GPT-2 small shape B=16 T=1024": (gpt(16, length=1024, **SMALL), ALL),
         "GPT L=8 d=2048 B=8 T=2048": (gpt(8, length=2048, **LARGE), ALL),
         "GPT-2 small shape, tied": (gpt(16, length=1024, tied=True, **SMALL), ("norms", *CLIPPED)),
         "launch-bound: GPT-2 small shape B=8 T=128": (gpt(8, length=128, **SMALL), ALL),
+        "GPT-2 small shape B=8 T=512": (gpt(8, length=512, **SMALL), ("norms", "clipped")),
         "ResNet-50 224×224 B=64, channels last, eval": (resnet(64, 224), ("norms", *CLIPPED)),
         "experts: Mixtral-like, 8 of d=1024, 4 layers, B=8 T=512": (experts(8, 512, 1024, 4), ("norms",)),
         "the same experts in a loop": (experts(8, 512, 1024, 4, loop=True), ("norms",)),
@@ -132,6 +133,26 @@ def ways_of(model: nn.Module, losses: Any, x: Tensor, y: Tensor, names: tuple[st
             losses(model, x, y).sum().backward()
         return got
 
+    def by_hand() -> dict[str, Tensor]:
+        """The same with hooks: a forward hook on each layer, and a hook on its output for the gradient."""
+        found: dict[str, Tensor] = {}
+        handles: list[Any] = []
+
+        def hook_of(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
+                found[f"{name}:input"] = given[0].detach()
+                handles.append(output.register_hook(lambda grad: found.__setitem__(f"{name}:grad_output", grad)))
+
+            return hook
+
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                handles.append(module.register_forward_hook(hook_of(name)))
+        losses(model, x, y).sum().backward()
+        for handle in handles:
+            handle.remove()
+        return found
+
     def twice() -> Any:
         with unsum.gradients(model, unsum.Norms(), grad=False) as g:
             each = losses(model, x, y)
@@ -163,6 +184,7 @@ def ways_of(model: nn.Module, losses: Any, x: Tensor, y: Tensor, names: tuple[st
         "tokens": lambda: block(unsum.TokenNorms())[unsum.TokenNorms].norms(),
         "dots": lambda: (lambda g: g.dot(g))(block(grad=False)),
         "captured": captured,
+        "captured, hooks by hand": by_hand,
     }
     plain = lambda: losses(model, x, y).sum().backward()
     chosen = {"plain": plain, "plain, again": plain} | {name: possible[name] for name in names}

@@ -22,23 +22,26 @@ from measuring import machine, options_of, parsed, write
 from models import GPT
 from overhead import BATCH, SHAPE, ways_of
 from unsum import block
-from unsum.step import collect as intake
-from unsum.step import deliver as grads
-from unsum.step import meetings as run
-from unsum.step.backward import forward
+from unsum.kernels import grouped
+from unsum.step import backward, collect, deliver, forward, lanes, meetings, planner
 
 PARTS: dict[str, list[tuple[Any, tuple[str, ...]]]] = {
-    "opening and closing": [(unsum, ("gradients",)), (block.GradientsBlock, ("__enter__", "__exit__"))],
-    "calls of the model": [(forward.Forward, ("before", "after", "find", "learnt", "open", "close", "__init__"))],
-    "survey": [(block, ("survey",))],
-    "begin and end": [
-        (block.GradientsBlock, ("before_backward", "_begin", "_recall", "_start", "_skipped", "after_backward")),
-        (block, ("recall",)),
+    "opening and closing": [
+        (unsum, ("gradients",)),
+        (block.GradientsBlock, ("__init__", "__enter__", "__exit__")),
     ],
-    "hooks on nodes": [(run.Run, ("attach", "detach"))],
-    "intake": [(intake.Intake, ("__init__", "gather", "digests", "finish"))],
-    "reduction": [(run.Run, ("_waiting", "_ruled", "_digested"))],
-    ".grad": [(grads.Delivery, ("put", "finish"))],
+    "calls of the model": [(block.GradientsBlock, ("before_call", "after_call"))],
+    "survey": [(block, ("survey",))],
+    "plan": [(forward.Forward, ("find", "decide")), (planner.Planner, ("plan",))],
+    "begin and end": [
+        (block.GradientsBlock, ("before_backward", "after_backward")),
+        (backward.Step, ("__init__",)),
+    ],
+    "hooks on nodes": [(meetings.Run, ("__init__", "attach", "detach"))],
+    "collector": [(collect.Collector, ("__init__", "lanes", "digests", "finish"))],
+    "meetings": [(meetings.Run, ("_waiting", "_ruled", "_owned"))],
+    "reduction": [(lanes.Lanes, ("_stack", "flush")), (grouped, ("launched",))],
+    ".grad": [(deliver.Delivery, ("put", "finish"))],
 }
 
 
@@ -90,7 +93,8 @@ def main() -> None:
     found = {part: round(1e6 * statistics.median(each)) for part, each in times.items()}
     for part, us in found.items():
         print(f"{part:<24}{us:>8}")
-    print(f"{'all but the reduction':<24}{sum(found.values()) - found['reduction']:>8}")
+    rest = sum(found.values()) - found["reduction"]
+    print(f"{'all but the reduction':<24}{rest:>8}")
     write(options.json, {"machine": about, "device": options.device, "rows": found})
 
 

@@ -156,14 +156,39 @@ def coverage(result: dict[str, Any]) -> str:
 
 
 def summary(result: dict[str, Any]) -> str:
-    """All quantities and models, beside what was aimed for."""
+    """All quantities and models, beside what was aimed for: a row with a model's name, then its quantities."""
     lines = [", ".join(f"{key} {value}" for key, value in result["machine"].items()) + ".", ""]
-    lines += ["| model | what | over | ratio | quartiles | peak memory | aim |", "|---|---|---|---|---|---|---|"]
+    lines += ["| quantity | ratio | quartiles | peak memory | aim |", "|---|---|---|---|---|"]
+    above = None
     for row in result["rows"]:
+        name = row["model"] + ("" if row["over"] == "plain" else f", over {row['over']}")
+        name += ", other libraries" if row["part"] == "peers" else ""
+        if name != above:
+            lines.append(f"| **{name}** | | | | |")
+            above = name
         memory = "" if row["memory"] is None else f"{row['memory']:.2f}×"
         aim = "" if row["aim"] is None else f"{row['aim']:.2f}×" + ("" if row["median"] <= row["aim"] else ", missed")
-        quartiles = f"{row['low']:.2f}, {row['high']:.2f}"
-        cells = [row["model"], row["what"], row["over"], f"{row['median']:.2f}×", quartiles, memory, aim]
+        cells = [row["what"], f"{row['median']:.2f}×", f"{row['low']:.2f}, {row['high']:.2f}", memory, aim]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def kernels(result: dict[str, Any]) -> str:
+    """Where the time of a step goes: what the GPU does, and how long Python takes."""
+    lines = [", ".join(f"{key} {value}" for key, value in result["machine"].items()) + ".", ""]
+    lines += [
+        "| way | step, ms | Python, ms | kernels, ms | launches | over plain | adds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    plain = {row["model"]: row for row in result["rows"] if row["way"] == "plain"}
+    for row in result["rows"]:
+        if row["way"] == "plain":
+            lines.append(f"| **{row['model']}** | | | | | | |")
+        more = row.get("beyond_plain", {})
+        added = ", ".join(f"{kind} {ms:+.2f} ms" for kind, ms in more.items() if ms > 0.05)
+        over = row["kernels_ms"] / plain[row["model"]]["kernels_ms"]
+        cells = [row["way"], f"{row['wall_ms']:.1f}", f"{row['returns_after_ms']:.1f}", f"{row['kernels_ms']:.2f}",
+                 f"{row['launches']}", f"{over:.2f}×", added]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -183,6 +208,7 @@ TABLES = {
     "coverage": coverage,
     "summary_cpu": summary,
     "summary_cuda": summary,
+    "kernels_cuda": kernels,
 }
 
 

@@ -5,7 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import unsum
 from one_by_one import assert_refused, assert_rows, random, squares
+from unsum.rules.registry import RULES
 
 N, T, D = 4, 3, 6
 
@@ -112,3 +114,38 @@ def test_norms_that_keep_samples_apart_are_right(norm, first):
 def test_norms_of_each_channel_of_each_sample_are_right(norm, n):
     torch.manual_seed(0)
     assert_rows(Images(FINE_IMAGES[norm]).double(), squares, random(n, T, D))
+
+
+class CudnnBatchNorm(torch.autograd.Function):
+    """cuDNN's batch norm, which torch takes on a GPU for float32, as far as autograd sees it: its edges and what it has
+    saved. `test_cuda.py` has the real one."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, mean, var, eps):
+        ctx._saved_input, ctx._saved_weight, ctx._saved_training, ctx._saved_epsilon = x, weight, False, eps
+        ctx._saved_running_mean, ctx._saved_running_var = mean, var
+        return F.batch_norm(x, mean, var, weight, bias, False, 0.1, eps)
+
+    @staticmethod
+    def backward(ctx, grad):
+        over = [d for d in range(grad.dim()) if d != 1]
+        turned = [1, -1, *[1] * (grad.dim() - 2)]
+        by = (ctx._saved_running_var + ctx._saved_epsilon).rsqrt().view(turned)
+        normed = (ctx._saved_input - ctx._saved_running_mean.view(turned)) * by
+        found = grad * ctx._saved_weight.view(turned) * by, (grad * normed).sum(over), grad.sum(over)
+        return *found, None, None, None
+
+
+@pytest.mark.parametrize("kind", [Normed, Images])
+def test_cudnns_batch_norm_in_evaluation_is_read_by_a_rule(kind, monkeypatch):
+    for edge in (1, 2):
+        monkeypatch.setitem(RULES, ("CudnnBatchNormBackward", edge), RULES["CudnnBatchNormBackward0", edge])
+    torch.manual_seed(0)
+    model = kind(lambda m, h: CudnnBatchNorm.apply(h, m.gain, m.shift, m.mean, m.var, 1e-5)).double()
+    model.mean.normal_(), model.var.uniform_(0.5, 2)
+    x = random(N, D) if kind is Normed else random(N, T, D)
+    assert_rows(model, squares, x)
+    with unsum.gradients(model) as g:
+        squares(model, x).backward()
+    lines = [line for line in str(g.coverage()).splitlines() if line.startswith(("gain", "shift"))]
+    assert len(lines) == 2 and all("norm.batch_norm" in line for line in lines), str(g.coverage())

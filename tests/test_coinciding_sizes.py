@@ -209,7 +209,7 @@ def test_a_recurrent_kernel_with_as_many_steps_as_samples():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("front", ["raw", "scaled", "trained", "frozen"])
+@pytest.mark.parametrize("front", ["raw", "scaled", "trained", "frozen", "with gradients"])
 def test_a_recurrent_layer_along_the_samples_is_refused(dtype, kind, front):
     class Mistaken(nn.Module):
         """`batch_first` is forgotten."""
@@ -220,13 +220,83 @@ def test_a_recurrent_layer_along_the_samples_is_refused(dtype, kind, front):
             self.f.requires_grad_(front == "trained")
 
         def forward(self, x):
-            x = {"raw": lambda: x, "scaled": lambda: x / 2}.get(front, lambda: self.f(x))()
+            x = {"scaled": lambda: x / 2, "trained": lambda: self.f(x), "frozen": lambda: self.f(x)}.get(
+                front, lambda: x
+            )()
             return self.o(self.r(x)[0])
 
     model = Mistaken().to(dtype)
     for n, t in ((3, 5), (3, 5), (4, 4), (2, 6)):
         with pytest.raises(UnsumError), unsum.gradients(model, unsum.Norms()):
-            model(torch.randn(n, t, D, dtype=dtype)).square().sum().backward()
+            x = torch.randn(n, t, D, dtype=dtype, requires_grad=front == "with gradients")
+            model(x).square().sum().backward()
+
+
+class Reader(nn.Module):
+    """Copies what it is given time first, with a node if that requires gradients."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.r, self.o = kind(D, D, batch_first=True), nn.Linear(D, 3)
+
+    def forward(self, x):
+        return self.o(self.r(x)[0]).flatten(1)
+
+
+INPUTS = {
+    "a function": (lambda: nn.Sequential(nn.Tanh(), nn.Linear(D, 3)), (D,), 3),
+    "a copy": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(2 * D, 3)), (2, D), 3),
+    "padding": (lambda: nn.Sequential(nn.Conv1d(D, 2, 3, padding=1, padding_mode="reflect"), nn.Flatten()), (D, 6), 12),
+    "a GRU": (lambda: Reader(nn.GRU), (2, D), 6),
+    "an RNN": (lambda: Reader(nn.RNN), (2, D), 6),
+    "an LSTM": (lambda: Reader(nn.LSTM), (2, D), 6),
+}
+
+
+@pytest.mark.parametrize("what", INPUTS)
+def test_inputs_that_require_gradients(what):
+    """What is computed of them has nodes: the walk comes to the inputs themselves."""
+    make, shape, coinciding = INPUTS[what]
+    model = make()
+    for n in (coinciding, 5, coinciding):  # as many samples as an output has numbers
+        x = torch.randn(n, *shape)
+        x = (x.mT.contiguous().mT if x.dim() > 2 else x).requires_grad_()
+        assert_each_row(model, lambda x: model(x).sin().sum(), x)
+
+
+@pytest.mark.parametrize("kind", ["raw", "with gradients"])
+def test_an_image_without_a_batch_is_refused(kind):
+    """(5, 6) is one sequence of five channels for the layer, which sees all of them at once."""
+    model = nn.Sequential(nn.Conv1d(5, 5, 3, padding=1))
+    for length in (6, 6, 5):
+        with pytest.raises(InteractionError, match="Convolution"), unsum.gradients(model, unsum.Norms()):
+            model(torch.randn(5, length, requires_grad=kind == "with gradients")).square().sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["raw", "with gradients"])
+def test_rows_that_change_places_are_refused(kind):
+    model = nn.Linear(D, 2)
+    turned = lambda x: model(x.roll(1, 0))
+    turning = nn.ModuleDict({"a": model})
+    turning.forward = turned
+    with pytest.raises(SamplesError, match="another order"), unsum.gradients(turning):
+        turning(torch.randn(5, D, requires_grad=kind == "with gradients")).square().sum().backward()
+
+
+NORMS = {
+    "group norm": lambda: nn.GroupNorm(2, D),
+    "instance norm": lambda: nn.InstanceNorm1d(D),
+    "instance norm that is trained": lambda: nn.InstanceNorm1d(D, affine=True),
+    "layer norm": lambda: nn.LayerNorm(5),
+    "response norm": lambda: nn.LocalResponseNorm(2),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_norm_layer_in_front(norm):
+    model = nn.Sequential(NORMS[norm](), nn.Flatten(), nn.Linear(5 * D, 3))
+    for n in (3, 5, 3):
+        assert_each_row(model, lambda x: model(x).sin().sum(), torch.randn(n, D, 5))
 
 
 # ---- by name or right, never a crash ------------------------------------------------------------------------------

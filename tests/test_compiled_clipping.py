@@ -11,6 +11,7 @@ from torch import nn
 import unsum
 from compiled_nets import MODELS, build, loss
 from unsum.compiled import tapping
+from unsum.compiled.compile import calls_python
 from unsum.errors import NotFinite, OptionError, SamplesError, UnsupportedError
 from unsum.kernels import product
 from unsum.reducers import clipping, holding
@@ -367,8 +368,10 @@ def test_a_second_backward_of_the_same_samples_is_refused(compiled_calls):
     assert len(compiled_calls) == 1 and reducer.norms().shape == (4,)
 
 
-def test_cuda_graphs_run_eagerly(compiled_calls, caplog, monkeypatch):
+@pytest.mark.parametrize("cut", [False, True])
+def test_cuda_graphs_run_eagerly_unless_inductor_cuts_them_at_the_function(cut, compiled_calls, caplog, monkeypatch):
     monkeypatch.setattr(tapping, "reuses_memory", lambda module: True)
+    monkeypatch.setattr(tapping, "calls_python", lambda module: cut)
     model, compiled, batch = build("attention")
     for _ in range(3):
         x = batch(4)
@@ -376,7 +379,19 @@ def test_cuda_graphs_run_eagerly(compiled_calls, caplog, monkeypatch):
         with unsum.gradients(compiled, reducer):
             loss(compiled, x).backward()
         assert_sums(reducer.sum(), per_sample_gradients(model, loss, x), limit.bound)
-    assert not compiled_calls and "CUDA graph" in " ".join(record.getMessage() for record in caplog.records)
+    said = "CUDA graph" in " ".join(record.getMessage() for record in caplog.records)
+    assert (len(compiled_calls), said) == ((1, False) if cut else (0, True))
+
+
+def test_where_python_can_run_between_cuda_graphs():
+    model = torch.nn.Linear(2, 2)
+    with_graphs = {"triton.cudagraphs": True}
+    assert calls_python(torch.compile(model))
+    assert calls_python(torch.compile(model, options=with_graphs)), "inductor cuts graphs at our operators"
+    assert not calls_python(torch.compile(model, options={**with_graphs, "graph_partition": False}))
+    assert not calls_python(torch.compile(model, backend="cudagraphs"))
+    for operator in (torch.ops.unsum.weights_of_norms.default, torch.ops.unsum.take_in_factors.default):
+        assert torch.Tag.cudagraph_unsafe in operator.tags
 
 
 @pytest.mark.slow

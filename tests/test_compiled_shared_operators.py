@@ -23,12 +23,10 @@ def few_operators(request, monkeypatch):
         monkeypatch.setattr(fused, "is_on_a_gpu", lambda tensor: True)
     graphs, norms = [], Launches.norms
 
-    def noted(self, *, traced=False):
-        if traced:
-            graphs.append([])
-        for names, found in norms(self, traced=traced):
-            if traced:
-                graphs[-1].append(sorted(names))
+    def noted(self, **options):
+        graphs.append([])
+        for names, found in norms(self, **options):
+            graphs[-1].append(sorted(names))
             yield names, found
 
     monkeypatch.setattr(Launches, "norms", noted)

@@ -217,9 +217,45 @@ def test_cudnns_recurrent_layers_by_factors(kind, options):
     wanted = per_sample_gradients(model, loss, x)
     model, x = model.cuda(), x.cuda()
     for _ in range(2):
-        with unsum.gradients(model) as g:
+        with unsum.gradients(model, samples=unsum.dim(0 if options["batch_first"] else 1)) as g:
             loss(model, x).backward()
         for name, value in wanted.items():
             found = g[name].per_sample().cpu().double()
             assert float((found - value).norm()) <= 2e-3 * float(value.norm()), name
     assert "replay" not in str(g.coverage()).rpartition("by rule")[0], str(g.coverage())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_cudnns_batch_norm_in_evaluation_by_a_rule(dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 3)).eval()
+    x = torch.randn(4, 3, 8, 8)
+    wanted = per_sample_gradients(model, lambda m, x: m(x).square().sum(), x)
+    model, x = model.to("cuda", dtype), x.to("cuda", dtype)
+    with unsum.gradients(model) as g:
+        model(x).float().square().sum().backward()
+    for name, value in wanted.items():
+        found = g[name].per_sample().cpu().double()
+        assert float((found - value).norm()) <= (2e-3 if dtype == torch.float32 else 3e-2) * float(value.norm()), name
+    assert "replay" not in str(g.coverage()).rpartition("by rule")[0], str(g.coverage())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_convolutions_with_channels_last(dtype):
+    torch.manual_seed(0)
+    layer = lambda i, o, k: nn.Sequential(nn.Conv2d(i, o, k, padding=k // 2, bias=False), nn.BatchNorm2d(o), nn.ReLU())
+    model = nn.Sequential(layer(3, 32, 3), layer(32, 32, 1), layer(32, 64, 3), nn.Flatten(), nn.Linear(64 * 64, 3))
+    model, x = model.eval(), torch.randn(4, 3, 8, 8)
+    wanted = per_sample_gradients(model, lambda m, x: m(x).square().sum(), x)
+    norms = torch.stack([value.flatten(1).square().sum(1) for value in wanted.values()]).sum(0).sqrt()
+    model = model.to("cuda", dtype, memory_format=torch.channels_last)
+    x = x.to("cuda", dtype, memory_format=torch.channels_last)
+    for _ in range(5):
+        model.zero_grad()
+        with unsum.gradients(model, unsum.Norms()) as g:
+            model(x).float().square().sum().backward()
+        loose = 2e-3 if dtype == torch.float32 else 3e-2
+        assert float((g.norms().cpu().double() - norms).norm()) <= loose * float(norms.norm())
+        for name, value in wanted.items():
+            found, total = model.get_parameter(name).grad.cpu().double(), value.sum(0)
+            assert float((found - total).norm()) <= loose * float(value.norm()), name

@@ -1,5 +1,6 @@
 """Where kernels are used and where their twins are: in a whole backward, and inside compiled graphs."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -82,12 +83,21 @@ def given(net):
 
 def test_a_kernel_is_launched_by_itself_only_where_triton_would_choose_the_same(monkeypatch):
     """Without a GPU: stand-ins count who is launched."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    now = [0]
+
+    @contextlib.contextmanager
+    def device(index):
+        before, now[0] = now[0], index
+        yield
+        now[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(launch, "_compiled", {})
     monkeypatch.setattr(launch, "again", True)
     monkeypatch.setattr(launch, "is_stand_in", lambda tensor: False)
-    launched = []
+    launched, where = [], []
 
     class Compiled:
         launch_metadata = function = packed_metadata = None
@@ -99,7 +109,9 @@ def test_a_kernel_is_launched_by_itself_only_where_triton_would_choose_the_same(
 
     class Kernel:
         def __getitem__(self, grid):
-            return lambda *given, **options: launched.append(("by Triton", grid, len(given))) or Compiled()
+            return lambda *given, **options: (
+                where.append(now[0]) or launched.append(("by Triton", grid, len(given))) or (Compiled())
+            )
 
     def tensor(dtype=torch.float32, address=1024, index=0):
         return SimpleNamespace(is_cuda=True, dtype=dtype, device=SimpleNamespace(index=index), data_ptr=lambda: address)
@@ -116,6 +128,7 @@ def test_a_kernel_is_launched_by_itself_only_where_triton_would_choose_the_same(
         run(*given)
     who = [how for how, _, _ in launched]
     assert who == ["by Triton", "by itself", *["by Triton"] * 4, "by itself"]
+    assert where == [0, 0, 0, 0, 1]  # on the tensors' own device
     assert {(grid, count) for how, grid, count in launched if how == "by itself"} == {((2, 1, 1), 4)}
     monkeypatch.setattr(launch, "again", False)
     run(*ordinary)

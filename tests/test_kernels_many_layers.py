@@ -31,8 +31,9 @@ def layers(name, dtype):
 
 
 @in_all
+@pytest.mark.parametrize("kept", [True, False], ids=["", "as in a CUDA graph"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_norms_of_many_layers(name, dtype, monkeypatch):
+def test_norms_of_many_layers(name, kept, dtype, monkeypatch):
     for constant, small in (("CHUNK", 256), ("PARTS", 2)):  # so that several programs share layers of few columns
         monkeypatch.setattr(f"unsum.kernels.triton_kernels.grouped.{constant}", small)
     n, t, a, delta, x, mean, rstd = layers(name, dtype)
@@ -42,12 +43,24 @@ def test_norms_of_many_layers(name, dtype, monkeypatch):
     shift = [d.double().sum(1) for d in delta]
     of = lambda values: torch.stack([value.flatten(1).square().sum(1) for value in values])
     for way in (kernels, twins):
-        close(way.grouped_gram_sq_norms(a, delta, n, t), of(outer), dtype)
-        close(way.grouped_shift_sq_norms(delta, n, t), of(shift), dtype)
-        for ours, wanted in zip(way.grouped_norm_sq_norms(delta, x, mean, rstd, n, t), (scale, shift), strict=True):
+        close(way.grouped_gram_sq_norms(a, delta, n, t, kept), of(outer), dtype)
+        close(way.grouped_shift_sq_norms(delta, n, t, kept), of(shift), dtype)
+        found = way.grouped_norm_sq_norms(delta, x, mean, rstd, n, t, kept)
+        for ours, wanted in zip(found, (scale, shift), strict=True):
             close(ours, of(wanted), dtype)
     again = kernels.grouped_gram_sq_norms(a, delta, n, t)
     assert torch.equal(again, kernels.grouped_gram_sq_norms(a, delta, n, t))  # no order is left to chance
+
+
+def test_what_is_written_for_a_cuda_graph_is_kept_nowhere(monkeypatch):
+    n, t, a, delta, x, mean, rstd = layers("aligned", torch.float32)
+    tables = {}
+    monkeypatch.setattr("unsum.kernels.triton_kernels.grouped._tables", tables)
+    kernels.grouped_gram_sq_norms(a, delta, n, t, False)
+    kernels.grouped_norm_sq_norms(delta, x, mean, rstd, n, t, False)
+    assert not tables
+    kernels.grouped_gram_sq_norms(a, delta, n, t)
+    assert len(tables) == 1
 
 
 def test_a_table_is_made_again_where_a_tensor_lies_elsewhere():

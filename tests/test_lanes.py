@@ -10,6 +10,7 @@ from reference import per_sample_gradients
 import unsum
 from lane_nets import Pictures, Words, batch, loss, stages, step
 from unsum.errors import OptionError, SamplesError, UnsupportedError
+from unsum.kernels import recorded
 from unsum.reducers import Reading
 from unsum.step import lanes
 
@@ -188,3 +189,41 @@ def test_a_backward_that_fails_leaves_nothing(monkeypatch):
     torch.testing.assert_close(step(model, x, unsum.Norms())[unsum.Norms].sq_norms(), wanted)
     with pytest.raises(SamplesError):
         g[unsum.Norms].sq_norms()
+
+
+@pytest.mark.parametrize("held", ["gradients", "factors"])
+@pytest.mark.parametrize("kind", [Words, Pictures])
+@pytest.mark.parametrize("grad", [True, False], ids=["with .grad", "without"])
+def test_clipping_of_layers_together_is_written_down(kind, held, grad, lane, monkeypatch):
+    """From the fourth step on, what is held of layers and their sums come from what was written down."""
+    monkeypatch.setattr("unsum.reducers.holding.FAR", {"cpu": -1e9 if held == "gradients" else 1e9})
+    stages, call = [], recorded.Rehearsed.__call__
+
+    def noted(self, *given):
+        found = call(self, *given)
+        stages.append(self._stage)
+        return found
+
+    monkeypatch.setattr(recorded.Rehearsed, "__call__", noted)
+    torch.manual_seed(0)
+    model, clip = kind().double().eval(), lambda norms: (0.5 * norms.mean() / norms).clamp(max=1)
+    for k in range(8):
+        scale = 8.0 if k == 6 else 1.0
+        x = batch(kind)[: 2 if k == 5 else 3]
+        x = x.double() if x.is_floating_point() else x
+        each = per_sample_gradients(model, lambda m, x: loss(m, x).sum(), x)
+        norms = torch.stack([value.flatten(1).square().sum(1) for value in each.values()]).sum(0).sqrt()
+        reducer = unsum.WeightedSum(clip)
+        model.zero_grad()
+        stages.clear()
+        with unsum.gradients(model, reducer, grad=grad, scaler=scale):
+            (loss(model, x).sum() * scale).backward()
+        torch.testing.assert_close(reducer.norms(), norms)
+        for name, value in reducer.sum().items():
+            torch.testing.assert_close(value, torch.einsum("n,n...->...", clip(norms), each[name]))
+        for name, parameter in model.named_parameters():
+            if grad:
+                torch.testing.assert_close(parameter.grad, each[name].sum(0) * scale)
+            else:
+                assert parameter.grad is None
+        assert lane == "alone" or k != 4 or set(stages) == ({3} if kind is Words else set())  # convolutions do not wait

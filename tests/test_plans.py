@@ -241,6 +241,44 @@ def test_a_parameter_that_is_narrower_than_the_rest_rounds_what_arrives(dtype):
         torch.testing.assert_close(g[name].per_sample(), truth, rtol=close, atol=close, check_dtype=False)
 
 
+class Segments(nn.Module):
+    """All rows have one type. A layer norm and an embedding on a CPU add their gradients up in the model's dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.types, self.norm, self.last = nn.Embedding(2, 6), nn.LayerNorm(6), nn.Linear(6, 3)
+        self.hooked = False
+
+    def forward(self, x):
+        x = x + self.types(torch.zeros(x.shape[:2], dtype=torch.long))
+        scale = self.norm.weight
+        if self.hooked:
+            scale = scale * 1
+            scale.register_hook(lambda grad: 2 * grad)
+        return self.last(nn.functional.layer_norm(x, (6,), scale, self.norm.bias).tanh())
+
+
+def test_sums_over_many_rows_that_torch_rounds_to_bfloat16():
+    torch.manual_seed(0)
+    model, x = Segments().bfloat16(), torch.randn(4, 900, 6).bfloat16()
+    loss = lambda model, x: model(x).sin().sum()
+    truth = per_sample_gradients(model, loss, x)
+    with unsum.gradients(model) as g:
+        loss(model, x).backward()
+    for name, wanted in truth.items():
+        assert (g[name].per_sample().double() - wanted).norm() < 2e-2 * wanted.norm(), name
+    far = (model.norm.bias.grad.double() - truth["norm.bias"].sum(0)).norm()
+    assert far > 0.1 * truth["norm.bias"].sum(0).norm()  # torch's own sum, or this test would say nothing
+
+
+def test_rounded_sums_do_not_hide_what_a_hook_adds():
+    torch.manual_seed(0)
+    model, x = Segments().bfloat16(), torch.randn(4, 9, 6).bfloat16()
+    model.hooked = True
+    with pytest.raises(SamplesError, match=r"norm\.weight: part of its gradient"), unsum.gradients(model):
+        model(x).sin().sum().backward()
+
+
 def test_a_model_all_of_whose_numbers_are_complex():
     model = nn.Sequential(nn.Linear(6, 8, dtype=torch.complex64), nn.Linear(8, 3, dtype=torch.complex64))
     x = torch.randn(N, 6, dtype=torch.complex64)

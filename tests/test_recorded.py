@@ -5,11 +5,12 @@ import contextlib
 
 import pytest
 import torch
+from reference import per_sample_gradients
 from torch.nn import functional as F
 
 import unsum
-from lane_nets import Words, batch, loss, stages, step
-from unsum.errors import SamplesError
+from lane_nets import Pictures, Words, batch, loss, stages, step
+from unsum.errors import SamplesError, UnsupportedError
 from unsum.kernels import constants, recorded
 from unsum.step import lanes
 from unsum.step.recordings import Digests
@@ -146,3 +147,133 @@ def test_a_backward_that_fails_in_a_recording_leaves_nothing(monkeypatch):
     assert step(model, x, unsum.Norms())[unsum.Norms].sq_norms().shape == (3,)
     with pytest.raises(SamplesError):
         g[unsum.Norms].sq_norms()
+
+
+@pytest.mark.parametrize("held", ["gradients", "factors"])
+@pytest.mark.parametrize("kind", [Words, Pictures])
+@pytest.mark.parametrize("grad", [True, False], ids=["with .grad", "without"])
+def test_clipping_by_recordings(kind, held, grad, monkeypatch):
+    """What is held comes from recordings, and sums are those of one sample at a time, also with a scaler."""
+    monkeypatch.setattr("unsum.reducers.holding.FAR", {"cpu": -1e9 if held == "gradients" else 1e9})
+    torch.manual_seed(0)
+    model, clip = kind().double().eval(), lambda norms: (0.5 * norms.mean() / norms).clamp(max=1)
+    for k in range(6):
+        x = batch(kind)
+        x = x.double() if x.is_floating_point() else x
+        each = per_sample_gradients(model, lambda m, x: loss(m, x).sum(), x)
+        norms = torch.stack([value.flatten(1).square().sum(1) for value in each.values()]).sum(0).sqrt()
+        reducer = unsum.WeightedSum(clip)
+        model.zero_grad()
+        with unsum.gradients(model, reducer, grad=grad, scaler=8.0 if k > 3 else None):
+            (loss(model, x).sum() * (8.0 if k > 3 else 1)).backward()
+        torch.testing.assert_close(reducer.norms(), norms)
+        for name, value in reducer.sum().items():
+            torch.testing.assert_close(value, torch.einsum("n,n...->...", clip(norms), each[name]))
+        for name, parameter in model.named_parameters():
+            if grad:
+                torch.testing.assert_close(parameter.grad, each[name].sum(0) * (8.0 if k > 3 else 1))
+            else:
+                assert parameter.grad is None
+    assert stages(model).count(3) >= 6
+
+
+def test_what_is_held_by_a_recording_may_not_change():
+    torch.manual_seed(0)
+    model, clip = Words().double(), lambda norms: (1 / norms).clamp(max=1)
+    for _ in range(4):
+        step(model, batch(Words), unsum.WeightedSum(clip))
+    assert 3 in stages(model)
+    seen = []
+    model.layers[3].register_forward_hook(
+        lambda module, given, out: out.register_hook(lambda g: seen.append(g)) and None
+    )
+    model.layers[2].register_forward_hook(
+        lambda module, given, out: out.register_hook(lambda g: [seen[-1].mul_(2), None][1]) and None
+    )
+    with pytest.raises(UnsupportedError, match="changed in place"):
+        step(model, batch(Words), unsum.WeightedSum(clip))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("small", [40, 1 << 16], ids=["alone", "together"])
+def test_sums_carry_no_graph(small, dtype, monkeypatch):
+    """What is held is the node's own tensors, which lead back to the graph; in low precision torch refuses to mix them
+    with what is written in place."""
+    monkeypatch.setattr(lanes, "SMALL", {"cpu": small, "cuda": small})
+    torch.manual_seed(0)
+    model = Words().to(dtype)
+    for _ in range(7):
+        model.zero_grad()
+        reducer = unsum.WeightedSum(lambda norms: (0.1 / norms).clamp(max=1))
+        with unsum.gradients(model, reducer):
+            loss(model, batch(Words)).sum().backward()
+        found = [*reducer.sum().values(), reducer.norms(), *(p.grad for p in model.parameters())]
+        assert not any(value.requires_grad for value in found)
+    with unsum.clip_per_sample(model):
+        loss(model, batch(Words)).sum().backward()
+    assert not any(p.grad.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "reducer", [unsum.Norms, lambda: unsum.Project(k=2), lambda: unsum.WeightedSum(lambda norms: 1 / norms)]
+)
+def test_a_gradient_that_was_the_layers_own_input_for_some_steps(reducer):
+    """Then nothing tells which of the two was read where."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4, bias=False).double()
+    for k in range(8):
+        x = torch.randn(5, 4, dtype=torch.float64)
+        v = x if k < 5 else torch.randn(5, 4, dtype=torch.float64)
+        own = reducer()
+        with unsum.gradients(model, own):
+            model(x).backward(v)
+        with unsum.gradients(model) as kept:
+            model(x).backward(v)
+        wanted = torch.einsum("no,ni->noi", v, x)
+        torch.testing.assert_close(kept["weight"].per_sample(), wanted)
+        if isinstance(own, unsum.Project):
+            torch.testing.assert_close(own.matrix(), kept["weight"].project(2))
+        else:
+            torch.testing.assert_close(own.norms(), wanted.flatten(1).norm(dim=1))
+        if isinstance(own, unsum.WeightedSum):
+            sums = torch.einsum("n,noi->oi", 1 / wanted.flatten(1).norm(dim=1), wanted)
+            torch.testing.assert_close(own.sum()["weight"], sums)
+
+
+@pytest.mark.parametrize("reducer", [unsum.Norms, lambda: unsum.WeightedSum(lambda norms: (1 / norms).clamp(max=1))])
+@pytest.mark.parametrize("small", [40, 1 << 16], ids=["alone", "together"])
+def test_what_autocast_wrote_down_is_not_used_without_it(small, reducer, monkeypatch):
+    monkeypatch.setattr(lanes, "SMALL", {"cpu": small, "cuda": small})
+    torch.manual_seed(0)
+    model = Words()
+    for k in range(9):
+        x, own = batch(Words), reducer()
+        with unsum.gradients(model, own, grad=False):
+            total = loss(model, x).sum()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=k < 5):
+                total.backward()
+    each = per_sample_gradients(model, lambda m, x: loss(m, x).sum(), x)
+    wanted = torch.stack([value.flatten(1).square().sum(1) for value in each.values()]).sum(0).sqrt()
+    torch.testing.assert_close(own.norms().double(), wanted, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("small", [40, 1 << 16], ids=["alone", "together"])
+def test_a_subclass_with_its_own_take_is_called_in_every_step(small, monkeypatch):
+    monkeypatch.setattr(lanes, "SMALL", {"cpu": small, "cuda": small})
+    seen = []
+
+    class Noting(unsum.WeightedSum):
+        def take(self, name, factors):
+            seen.append(name)
+            super().take(name, factors)
+
+        def take_layers(self, layers):
+            seen.extend(layers.names)
+            super().take_layers(layers)
+
+    torch.manual_seed(0)
+    model = Words().double()
+    for _ in range(6):
+        seen.clear()
+        step(model, batch(Words), Noting(lambda norms: 1 / norms))
+        assert sorted(seen) == sorted(name for name, _ in model.named_parameters())

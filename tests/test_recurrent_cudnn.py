@@ -156,5 +156,5 @@ def test_lower_layers_that_are_run_again(dtype):
         middle = lower(x)[0]
         stack = Stack("gru", x, rnn(x)[0], begin, None, [tuple(w) for w in rnn.all_weights], 1)
         (_, _), (above, gates) = stack.at_gates(torch.ones(T, N, H, dtype=dtype), None, None)
-    torch.testing.assert_close(above.inputs, middle.float(), rtol=0, atol=0)
-    assert gates.of_inputs.dtype == torch.float32
+    torch.testing.assert_close(above.inputs, middle, rtol=0, atol=0)
+    assert gates.of_inputs.dtype == dtype

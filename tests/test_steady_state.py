@@ -10,7 +10,7 @@ from torch import nn
 
 import unsum
 from unsum.plan.signature import survey
-from unsum.plan.skeleton import _FOLLOWS, _VIEWS
+from unsum.plan.skeleton import _FOLLOWS, _KEEPS_SHAPE, _VIEWS
 from unsum.seams import tensors
 from unsum.step import deliver as grads
 
@@ -61,7 +61,8 @@ def test_a_signature_tells_sizes_and_dtypes_that_are_not_read(kind):
         pytest.skip("needs a GPU")
     known, nodes = signed(ONE[kind], 4, torch.float32)
     assert kind in [name for name, _ in nodes], [name for name, _ in nodes]
-    shown = known[0].shown([node for _, node in nodes])
+    own = [node for _, node in nodes]
+    shown = [*known[0].shown(own), *known[0].viewed(own)]
     assert any(name == kind and all(node is not s for s in shown) for name, node in nodes)
     assert signed(ONE[kind], 4, torch.float32)[0] == known
     assert signed(ONE[kind], 6, torch.float32)[0] != known
@@ -89,6 +90,23 @@ def test_views_that_no_other_view_takes_are_read():
         survey([x.exp().view(*shape).cos().grad_fn], {id(x): "x"}).signature for shape in ((4, 6), (2, 12), (24, 1))
     ]
     assert len(set(made)) == 3
+
+
+@pytest.mark.parametrize("kind", _KEEPS_SHAPE)
+def test_a_view_below_what_keeps_its_shape_is_told_by_the_view_above(kind):
+    x = torch.full((24,), 0.5, requires_grad=True)
+
+    def of(*shape, dtype=torch.float32):
+        result = ONE[kind](x.exp().to(dtype).view(*shape))
+        return survey([result.reshape(-1).clone().view(3, 8).cos().grad_fn], {id(x): "x"})
+
+    seen = of(4, 6)
+    read = [*seen.signature[0].shown(seen.nodes), *seen.signature[0].viewed(seen.nodes)]
+    assert kind in [type(node).__name__ for node in seen.nodes]
+    assert [type(node).__name__ for node in read].count("ViewBackward0") == 1  # the topmost
+    assert of(4, 6).signature == seen.signature
+    assert len({of(*shape).signature for shape in ((4, 6), (6, 4), (2, 12), (24, 1))}) == 4
+    assert of(4, 6, dtype=torch.float64).signature != seen.signature
 
 
 def test_a_parameter_that_has_changed_its_shape_under_its_name_is_another():

@@ -70,7 +70,7 @@ class GradientsBlock:
             if hasattr(reducer, "reset"):
                 reducer.reset()
             if hasattr(reducer, "order_by"):
-                reducer.order_by({name: chosen.unique[key] for key, name in chosen.by_id.items()})
+                reducer.order_by(chosen.named)
         self._saved = Saved()
         self._sides = Sides(self._model, self._saved)
         # What is remembered of calls is kept apart by purpose: other reducers or parameters lead to other graphs.
@@ -80,7 +80,7 @@ class GradientsBlock:
         self._sides.rows, self._sides.where = inputs.rows, self._forward.spans.innermost
         self._setting = Setting(
             self._model, self._sides, inputs.rows, inputs.seeds, self._forward.mismatch,
-            self._found.unique(), self._found.by_id, self._forward.spans.module_of,
+            chosen.unique, chosen.by_id, chosen.named, self._forward.spans.module_of,
             exact=options.exact, rules=options.rules, strict=options.strict,
             shared=inputs.shared, may_be_one=self._forward.may_be_one,
             is_said=getattr(options.samples, "is_said", False),
@@ -120,7 +120,9 @@ class GradientsBlock:
         wanted = {name: self._found.parameters[name] for name in self._found.by_id.values()}
         self._keeping = Keeping() if options.keep else None
         reducers = (*options.reducers, *([] if self._keeping is None else [self._keeping]))
-        self._tapping = Tapping(self._model, self._module_names(), wanted, reducers, self._forward, grad=options.grad)
+        own = map(id, self._names.parameters.values())
+        names = self._module_names()
+        self._tapping = Tapping(self._model, names, wanted, own, reducers, self._forward, grad=options.grad)
         return self._tapping
 
     def _is_about_all(self) -> bool:

@@ -9,8 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from unsum import seams
 from unsum.errors import OptionError, SiteError
 from unsum.flow.captured import Captured, Entry, Seen, entry
+from unsum.flow.compiled_calls import CompiledCalls
 from unsum.flow.flow import Flow
 from unsum.flow.keeping import Keep, Keeping, Reduce
 from unsum.flow.picking import Spot
@@ -58,6 +60,7 @@ class Capture:
         self._stop = stop
         self._flow: Flow | None = None
         self._got: Captured | None = None
+        self._compiled: CompiledCalls | None = None
         self.seen: list[Entry | Seen] | None = None  # where tensors are put down as they are, by reference
 
     def __enter__(self) -> Captured:
@@ -71,7 +74,17 @@ class Capture:
         self._fired: set[tuple[int, Place]] = set()
         flow.open()
         self._flow = flow
+        if self._may_run_compiled():
+            self._compiled = CompiledCalls(flow, seen, copies=self._keeping.keep == "clone")
         return got
+
+    def _may_run_compiled(self) -> bool:
+        """Whether calls of a compiled model may run compiled: nothing is asked for that needs Python within them."""
+        if self._model is None or self._keeping.keep == "graph" or self._stop or not seams.is_compiled(self._model):
+            return False
+        assert self._flow is not None
+        needs_gates = lambda site: site.kind == "grad_input" or self._flow.requests.mark_in(site) is not None
+        return not any(needs_gates(site) for site in self._asked)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -79,9 +92,11 @@ class Capture:
         flow, got = self._flow, self._got
         assert flow is not None
         assert got is not None
+        if self._compiled is not None:
+            self._compiled.close()
         flow.close()
         # Let go of what was captured: it must be freed as soon as the user drops it, without the garbage collector.
-        self._flow = self._got = self.seen = None
+        self._flow = self._got = self.seen = self._compiled = None
         self._parts.clear()
         if error is None and self._missing == "error":
             complain(flow, got.answered(len(self._asked)), "captured")

@@ -27,6 +27,8 @@ class _Choice:
     pick: Any  # them from all parameters
     ids: tuple[int, ...]
     by_id: Mapping[int, str]
+    firsts: tuple[str, ...]  # the first name of each
+    pick_firsts: Any  # those under their first names, from all parameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +46,7 @@ class Chosen:
     parameters: dict[str, nn.Parameter]  # those that are chosen and to be trained, under all their names
     unique: dict[int, nn.Parameter]  # the same by id, tied ones once
     by_id: Mapping[int, str]  # the first name of each
+    named: dict[str, nn.Parameter]  # the same by that name
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
@@ -79,6 +82,7 @@ def choose(names: Names, params: str | Sequence[str]) -> Chosen:
         dict(zip(choice.names, chosen, strict=True)),
         dict(zip(choice.ids, chosen, strict=True)),
         choice.by_id,
+        dict(zip(choice.firsts, choice.pick_firsts(parameters), strict=True)),
     )
 
 
@@ -98,9 +102,14 @@ def _chosen(parameters: Mapping[str, nn.Parameter], globs: Sequence[str]) -> _Ch
             raise OptionError(f"params={glob!r} fits no parameter; there are: {', '.join(list(parameters)[:8])}")
         fits.update(found)
     chosen = {name: p for name, p in parameters.items() if name in fits and p.requires_grad}
-    places = [k for k, name in enumerate(parameters) if name in chosen]
-    pick = itemgetter(*places) if len(places) > 1 else lambda things: [things[k] for k in places]
-    return _Choice(tuple(chosen), pick, tuple(map(id, chosen.values())), first_names(chosen))
+    by_id = first_names(chosen)
+    firsts, places = tuple(by_id.values()), {name: k for k, name in enumerate(parameters)}
+    ids, pick = tuple(map(id, chosen.values())), _picker([places[name] for name in chosen])
+    return _Choice(tuple(chosen), pick, ids, by_id, firsts, _picker([places[name] for name in firsts]))
+
+
+def _picker(places: Sequence[int]) -> Any:
+    return itemgetter(*places) if len(places) > 1 else lambda things: [things[k] for k in places]
 
 
 def first_names(things: Mapping[str, object]) -> dict[int, str]:

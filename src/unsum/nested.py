@@ -68,6 +68,16 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
         yield from leaves(child, (*path, step))
 
 
+def nested(found: Mapping[Path, Any]) -> Any:
+    """A value in which `leaves` finds these tensors at these paths: mappings in one another."""
+    if () in found:
+        return found[()]
+    inside: dict[PathStep, dict[Path, Any]] = {}
+    for path, tensor in found.items():
+        inside.setdefault(path[0], {})[path[1:]] = tensor
+    return {step: nested(below) for step, below in inside.items()}
+
+
 def children(value: Any) -> Iterable[tuple[Any, Any]]:
     """The parts of a container with the steps that lead to them; nothing for what is no container."""
     if isinstance(value, list | tuple):

@@ -13,7 +13,7 @@ import difflib
 import fnmatch
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,7 +23,7 @@ from torch import nn
 from unsum.errors import SiteError, UnsupportedError
 from unsum.nested import format_path, parse_path
 from unsum.seams.sharding import Sharded, sharded_parameters
-from unsum.tree import Found, recall, remember
+from unsum.tree import Found, ParameterNames, Tree, recall, remember
 from unsum.types import KINDS, Kind, Path
 
 Where = str | type | Callable[[str, nn.Module], bool]
@@ -143,26 +143,29 @@ class Names:
         self.model = unwrapped(model)
         self.modules: dict[str, nn.Module] = {}
         self._found: Found = {}
+        tree: Tree | None
         if (known := recall(self.model)) is not None:
-            self.modules, self._found = known
+            self.modules, tree = known
+            self._found = known[1].found
         else:
             self._add(self.model, "", set())
-            remember(self.model, self.modules, self._found)
+            tree = remember(self.model, self.modules, self._found)
+        self._parameter_names = ParameterNames() if tree is None else tree.parameters
 
     @functools.cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        return {name: parameter for name, _, parameter in self._named_parameters()}
+        return {name: parameter for (name, _), parameter in self._named_parameters() if parameter is not None}
 
     @functools.cached_property
     def owners(self) -> dict[str, str]:
         """Of each parameter the module."""
-        return {name: owner for name, owner, _ in self._named_parameters()}
+        return {name: owner for (name, owner), parameter in self._named_parameters() if parameter is not None}
 
     @functools.cached_property
     def parts(self) -> dict[str, nn.Parameter]:
         """Of parameters that are spread over processes (FSDP2), what this process holds of each."""
         found = {}
-        for name, owner in self.owners.items():
+        for name, owner in self.owners.items() if self._sharded else ():
             spread = self._sharded.get((id(self.modules[owner]), name.rpartition(".")[2]))
             if spread is not None:
                 found[name] = spread.part
@@ -172,13 +175,16 @@ class Names:
     def _sharded(self) -> dict[tuple[int, str], Sharded]:
         return sharded_parameters(self.model)
 
-    def _named_parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
-        sharded = self._sharded
-        for owner, module in self.modules.items():
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    spread = sharded.get((id(module), key)) if sharded else None
-                    yield f"{owner}.{key}" if owner else key, owner, parameter if spread is None else spread.whole
+    def _named_parameters(self) -> Iterable[tuple[tuple[str, str], nn.Parameter | None]]:
+        """The name of each parameter and that of its module, and the parameter; None for one that is not there."""
+        found = self._parameter_names.of(self.modules)
+        if not (sharded := self._sharded):
+            return found
+        return [
+            ((name, owner), parameter if parameter is None or spread is None else spread.whole)
+            for (name, owner), parameter in found
+            for spread in [sharded.get((id(self.modules[owner]), name.rpartition(".")[2]))]
+        ]
 
     def _add(self, module: nn.Module, name: str, above: set[nn.Module]) -> None:
         self.modules[name] = module

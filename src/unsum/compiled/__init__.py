@@ -17,5 +17,7 @@ ever; later ones run compiled, if the nodes that torch writes down are those tha
 - `outlets`: parts with taps of their own, and the order in which they run
 - `beside`: layers outside all parts
 - `rehearsal`: the eager calls of which is learnt
+- `traced_sites`: captures, by hooks that torch reads; what is known of such a graph is `traced`, and a `site_session`
+  sees its tensors while torch writes down
 - `tapping`: the calls of a block: eager or compiled, and what comes out
 """

@@ -35,9 +35,8 @@ class Beside(Session):
     def begin(self, n: int, reducers: Sequence[Any], scale: Tensor | float | None, leaf: Leaf) -> None:
         """The backward is about to begin."""
         names = {id(parameter): name for name, parameter in self.parameters.items()}
-        wanted = {id(parameter): parameter for parameter in self.parameters.values()}
         self._collector = Collector(
-            Plan.empty(n, expected=dict(self._expected)), wanted, names, reducers,
+            Plan.empty(n, expected=dict(self._expected)), self.parameters, names, reducers,
             keep=False, scale=scale, check=False, skipped=frozenset(), only=None, deliver=self._deliver, eager=False,
         )  # fmt: skip
         self._came = 0

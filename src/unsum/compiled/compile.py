@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unsum import seams
+from unsum.compiled import traced_sites
 from unsum.compiled.instrument import backend, hold
 from unsum.compiled.outlets import as_they_are, parts_backend
 from unsum.compiled.pattern import Untappable
@@ -22,9 +23,11 @@ from unsum.seams.compiling import (
     call_uncompiled,
     compiler_of,
     dynamic_of,
+    records_cuda_graphs,
     uses_cuda_graphs,
 )
 from unsum.seams.modes import WatchingMode
+from unsum.seams.operators import runs_between_cuda_graphs
 
 _numbers = itertools.count()
 _local = threading.local()
@@ -44,8 +47,21 @@ def compiled_with_taps(module: nn.Module) -> Callable[..., Any]:
 
 def reuses_memory(module: nn.Module) -> bool:
     """Whether what the compiled model returns is overwritten by its next run (CUDA graphs)."""
-    own: dict[str, Any] = getattr(backend_of(_context_of(module)), "config", None) or {}
-    return bool(own.get("triton.cudagraphs") or uses_cuda_graphs())
+    chosen = backend_of(_context_of(module))
+    return records_cuda_graphs(chosen) or bool(_options_of(chosen).get("triton.cudagraphs") or uses_cuda_graphs())
+
+
+def calls_python(module: nn.Module) -> bool:
+    """Whether Python can run in the middle of the compiled model's backward: not inside a CUDA graph, only between."""
+    if not reuses_memory(module):
+        return True
+    chosen = backend_of(_context_of(module))
+    return not records_cuda_graphs(chosen) and runs_between_cuda_graphs(_options_of(chosen))
+
+
+def _options_of(chosen: Any) -> dict[str, Any]:
+    """The user's options for torch's own backend."""
+    return getattr(chosen, "config", None) or {}
 
 
 def taken_down(module: nn.Module) -> Callable[..., Any]:
@@ -84,6 +100,12 @@ def compiled_in_parts(module: nn.Module) -> Callable[..., Any]:
 def taken_down_in_parts(module: nn.Module) -> Callable[..., Any]:
     """`run(model, args, kwargs)`: the parts that torch would compile, run as they are."""
     return _compile(_called_by_itself(), as_they_are, _context_of(module), in_parts=True)
+
+
+def compiled_with_sites(module: nn.Module, *, in_parts: bool) -> Callable[..., Any]:
+    """`run(model, args, kwargs)`: the model's output; hooks of `traced_sites` are compiled with it."""
+    context = _context_of(module)
+    return _compile(_called_by_itself(), traced_sites.backend(backend_of(context)), context, in_parts=in_parts)
 
 
 def is_static(module: nn.Module) -> bool:

@@ -52,6 +52,7 @@ class Instrumentation:
     parameters: Mapping[str, nn.Parameter]  # those wanted
     frozen: frozenset[int]  # ids of parameters whose gradient nobody wants
     taps: int  # how many of the inputs are taps
+    in_cuda_graphs: bool = False  # whether CUDA graphs are recorded of what is compiled
     graph: Graph | None = None  # the one that ran
     is_unknown: bool = False  # whether calls of these sizes are to be learnt first
     session: Session | None = field(default=None, repr=False)
@@ -181,9 +182,8 @@ class Session:
         if comes and not trace.frozen:
             self._skipped = pattern.spare
         plan = Plan.empty(n, expected=pattern.expected)
-        wanted = {id(p): p for p in trace.parameters.values()}
         self._collector = Collector(
-            plan, wanted, {id(p): name for name, p in trace.parameters.items()}, self._reducers,
+            plan, trace.parameters, {id(p): name for name, p in trace.parameters.items()}, self._reducers,
             keep=False, scale=None, check=False, skipped=self._skipped, only=None,
             deliver=self._deliver, eager=False,
         )  # fmt: skip
@@ -274,7 +274,7 @@ class Session:
 
     def finish(self) -> tuple[Tensor | None, ...]:
         assert self._collector is not None and self._pattern is not None
-        for names, squares in self._launches.norms(traced=True):
+        for names, squares in self._launches.norms(kept=not self._trace.in_cuda_graphs):
             self._reducers[0].receive(names, squares)
         for group in self._small.values():
             held = sorted(group, key=lambda each: each[0])

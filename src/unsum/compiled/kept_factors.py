@@ -26,6 +26,7 @@ from unsum.factors.total import Term
 from unsum.factors.windows import Windows
 from unsum.plan.plan import Meeting
 from unsum.reducers.tap import Shape, Tap
+from unsum.seams.operators import python_operator
 
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Outer, Windows, Lookup, Scale, Dense)}
 _LEFT = frozenset({"token_squares", "summed", "normalised"})  # other ways to what the rest of the factors tells
@@ -52,10 +53,12 @@ def _take_in(factors: Sequence[Tensor], whose: Tensor, place: int) -> Tensor:
     return torch.zeros(1, device=factors[0].device)
 
 
-_operator = torch.library.custom_op(
-    "unsum::take_in_factors", _take_in, mutates_args=(), schema="(Tensor[] factors, Tensor whose, int place) -> Tensor"
+_operator = python_operator(
+    "unsum::take_in_factors",
+    _take_in,
+    "(Tensor[] factors, Tensor whose, int place) -> Tensor",
+    lambda factors, whose, place: factors[0].new_empty(1, dtype=torch.float32),
 )
-_operator.register_fake(lambda factors, whose, place: factors[0].new_empty(1, dtype=torch.float32))
 
 
 def taken_apart(name: str, kind: Term) -> tuple[tuple[Any, ...], list[Tensor]]:

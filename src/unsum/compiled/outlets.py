@@ -108,6 +108,7 @@ class Call:
     before: int  # samples that come before
     leaf: Leaf
     make_tap: Callable[[tuple[int, ...]], Tensor]
+    in_cuda_graphs: bool
     outlets: list[Outlet] = field(default_factory=list)
     between: list[list[Node]] = field(default_factory=list)  # nodes before each part, and after the last
     ran: int = 0  # parts
@@ -138,7 +139,8 @@ class Call:
             shape for form in forms for shape in form.shapes(n.value, None if positions is None else positions.value)
         ]
         trace = Instrumentation(
-            [part.pattern for part in parts], forms, self._chosen(names), self.frozen, len(taps)
+            [part.pattern for part in parts], forms, self._chosen(names), self.frozen, len(taps),
+            in_cuda_graphs=self.in_cuda_graphs,
         )  # fmt: skip
         if forms:
             given = self._given(forms)

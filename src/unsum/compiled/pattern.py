@@ -108,6 +108,12 @@ class Pattern:
         )
         return self.kinds, ways, self.spare, self.cut, self.used
 
+    @cached_property
+    def identity(self) -> Hashable:
+        """The structure, of which the hash is computed once: it is looked up in every step."""
+        return _HashedOnce(self.structure)
+
+    @cached_property
     def meetings(self) -> dict[str, dict[Meeting, None]]:
         """Where each parameter meets data."""
         found: dict[str, dict[Meeting, None]] = {}
@@ -115,6 +121,21 @@ class Pattern:
             if way.parameter is not None:
                 found.setdefault(way.parameter, {})[way.meeting] = None
         return found
+
+
+class _HashedOnce:
+    """A value that computes its hash once."""
+
+    __slots__ = ("_hash", "value")
+
+    def __init__(self, value: Hashable) -> None:
+        self.value, self._hash = value, hash(value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _HashedOnce) and self.value == other.value)
 
 
 # Torch may take down another operation of the same effect on positions. These leave no trace in a pattern:

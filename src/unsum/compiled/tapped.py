@@ -16,6 +16,7 @@ from unsum.compiled.instrument import Graph
 from unsum.errors import UnsupportedError
 from unsum.graph.nodes import Edge, Node, is_leaf, ordered, place
 from unsum.reducers.tap import Tap
+from unsum.seams.tensors import copies
 
 
 @dataclass
@@ -65,7 +66,8 @@ class Outlet:
 
     def leaves(self) -> list[Tensor]:
         """The taps."""
-        return [self.node.next_functions[k][0].variable for k in self._at]
+        nexts = self.node.next_functions  # each time it is asked for, torch makes all of it
+        return [nexts[k][0].variable for k in self._at]
 
 
 @dataclass
@@ -121,7 +123,7 @@ class Tapped:
     def taken(self) -> list[list[Tensor]]:
         """What has left through the taps of each outlet."""
         found = [outlet.taken() for outlet in self.outlets]
-        return [[value.clone() for value in values] for values in found] if self.reuses_memory else found
+        return [list(copies(values)) for values in found] if self.reuses_memory else found
 
     def ends(self) -> list[Tensor | GradientEdge]:
         """Where a backward has to come that brings no gradients: to a tap of each outlet, to layers between parts."""

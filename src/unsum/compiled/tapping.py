@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from unsum import seams
 from unsum.compiled import outlets
 from unsum.compiled.beside import Beside
 from unsum.compiled.compile import (
+    calls_python,
     compiled_in_parts,
     compiled_with_taps,
     is_static,
@@ -54,6 +56,7 @@ class Tapping:
         model: nn.Module,
         names: Mapping[int, str],  # of modules, by id
         wanted: Mapping[str, nn.Parameter],
+        own: Iterable[int],  # ids of all parameters of the model
         reducers: Sequence[Any],
         forward: Forward,
         *,
@@ -67,6 +70,8 @@ class Tapping:
         self.rehearsals = Rehearsals(model, forward, self._by_id)
         self._by_names: dict[frozenset[str], list[Tap]] = {}  # taps for the parameters of parts
         self._calls: dict[int, tuple[Tapped, Outlet]] = {}  # by the id of the first tap
+        self._zero: Tensor | None = None  # of which taps are made
+        self._own = frozenset(own)
 
     # ---- forward --------------------------------------------------------------------------------------------------
 
@@ -135,10 +140,10 @@ class Tapping:
         if isinstance(known, Course):
             return self._compiled_in_parts(memory, key, look, module, inner, args, kwargs)
         chosen = tuple(form.prepare(known.sizes, known.n, look.n) for form in self._forms)
-        if any(form.calls_python for form in self._forms) and reuses_memory(module):
+        if any(form.calls_python for form in self._forms) and not calls_python(module):
             raise Untappable("Python (a function of the norms, or factors to keep) cannot run inside a CUDA graph")
         forms = self._keys(), chosen
-        what = (key.rest, known.structure, forms, tuple(self._wanted), self._grad)
+        what = (key.rest, known.identity, forms, tuple(self._wanted), self._grad)
         while True:
             place = memory.place(what, key.sizes)
             record = memory.records.get(place) or Record(compiled_with_taps(module), reuses_memory(module))
@@ -185,7 +190,9 @@ class Tapping:
         taps = [self._tap(shape) for shape in shapes]
         before = self._before()
         given = [tensor for form in self._forms for tensor in form.given(before, n, first.device)]
-        trace = Instrumentation(patterns, self._forms, self._wanted, self._frozen(), len(taps))
+        trace = Instrumentation(
+            patterns, self._forms, self._wanted, self._frozen(), len(taps), in_cuda_graphs=record.reuses_memory
+        )  # fmt: skip
         self._make_ready()
         try:
             with seams.aside(), tracing(trace):
@@ -224,10 +231,12 @@ class Tapping:
         self._calls.update((id(outlet.tap()), (tapped, outlet)) for outlet in outlets)
 
     def _tap(self, shape: tuple[int, ...]) -> Tensor:
-        """Zeros; of a large one there is just one number in memory."""
-        like = next(iter(self._wanted.values()))
-        zero = torch.zeros((), dtype=wide(like.dtype), device=like.device).expand(shape)
-        return (zero if zero.numel() > 1 << 16 else zero.contiguous()).requires_grad_()
+        """Zeros, all of which are one number in memory."""
+        if self._zero is None:
+            like = next(iter(self._wanted.values()))
+            self._zero = torch.zeros((), dtype=wide(like.dtype), device=like.device)
+        # One number lies in memory as its gradient does: torch warns otherwise.
+        return (self._zero.view(shape) if prod(shape) == 1 else self._zero.expand(shape)).requires_grad_()
 
     def _before(self) -> int:
         """How many samples come before those of a new call."""
@@ -237,7 +246,7 @@ class Tapping:
         return max(reducer.samples() for reducer in self._reducers) + waiting
 
     def _frozen(self) -> frozenset[int]:
-        return frozenset() if self._grad else frozenset(id(p) for p in self._model.parameters())
+        return frozenset() if self._grad else self._own
 
     def _make_ready(self) -> None:
         self._forward.watching.turn(False)
@@ -260,7 +269,7 @@ class Tapping:
         before = self._before()
         call = outlets.Call(
             courses, bool(own), self._wanted, self._forms_of, self._frozen(), look.n, look.positions,
-            before, leaf_of(self._by_id), self._tap,
+            before, leaf_of(self._by_id), self._tap, record.reuses_memory,
         )  # fmt: skip
         self._make_ready()
         try:
@@ -380,8 +389,7 @@ class Tapping:
         others = tapped.other_leaves(nodes)
         if self._grad:
             return others
-        own = {id(parameter) for parameter in self._model.parameters()}
-        return [*tapped.ends(), *(leaf for leaf in others if id(leaf) not in own)]
+        return [*tapped.ends(), *(leaf for leaf in others if id(leaf) not in self._own)]
 
     def end(self, tapped: Tapped, scale: Tensor | float | None) -> dict[str, dict[Meeting, None]]:
         """The backward is over: hand what has left to the reducers. Returns where each parameter met data."""
@@ -393,7 +401,7 @@ class Tapping:
                 form.told = outlet.graph.told[k]
                 own, values = values[: form.taps], values[form.taps :]
                 form.receive(own, scale)
-            met |= outlet.graph.pattern.meetings()
+            met |= outlet.graph.pattern.meetings
         told = frozenset(met).union(*(outlet.names for outlet in tapped.outlets))
         for name, parameter in self._wanted.items():
             if name not in told:  # it is in no part: there, with zeros

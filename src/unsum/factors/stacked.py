@@ -15,6 +15,7 @@ from unsum.factors.outer import Outer
 from unsum.factors.total import Term
 from unsum.kernels import fused, product
 from unsum.kernels.product import rows, wide
+from unsum.kernels.recorded import Rehearsed
 
 LARGE = 1 << 20  # numbers, from which one pass over each layer's gradients is as good as one product for all
 
@@ -30,6 +31,12 @@ class Layers:
     n: int
     scale: Tensor | float | None = None  # of all gradients
     _squares: Tensor | None = field(default=None, init=False)  # (layers, n), once they are known; without the scale
+    _again: Rehearsed | None = field(default=None, init=False)  # weighted sums of such layers
+    _own: Sequence[Tensor] = field(default=(), init=False)  # the tensors of `kind`
+
+    def know(self, squares: Tensor, again: Rehearsed, own: Sequence[Tensor]) -> None:
+        """Squared norms (layers, n) that came with these tensors, of which `kind` is made; how sums are made again."""
+        self._squares, self._again, self._own = squares, again, own
 
     @cached_property
     def factors(self) -> Factors:
@@ -63,6 +70,11 @@ class Layers:
 
     def weighted_sums(self, w: Tensor) -> Tensor:
         """(layers, *shape): Σ w_n G_n of each, with weights (n,), or (layers, n) where each layer has its own."""
+        if self._again is None or self.scale is not None:
+            return self._weighted_sums(w)
+        return self._again(lambda: ([self._weighted_sums(w)], None), [w, *self._own])[0][0]
+
+    def _weighted_sums(self, w: Tensor) -> Tensor:
         kind = self.kind
         if isinstance(kind, Outer) and kind.groups == 1:
             w = w.repeat(len(self.names)) if w.dim() == 1 else w.reshape(-1)

@@ -47,11 +47,12 @@ _grad_enabled, _is_traced, _are_here = torch.is_grad_enabled, seams.is_traced, s
 class Gate(seams.Hook):
     """The gate at one place. As a hook, it is called before each call of the module."""
 
-    __slots__ = ("begun", "entering", "flow", "leaving", "place")
+    __slots__ = ("begun", "entering", "flow", "key", "leaving", "place")
 
     def __init__(self, flow: Flow, place: Place, wants: Wants) -> None:
         self.flow, self.place = flow, place
         self.begun: list[_Begun] = []
+        self.key = 0  # of the hooks on the module
         self.entering, self.leaving = flow.requests.ports(wants)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -214,11 +215,11 @@ class Gate(seams.Hook):
 class Leaving(seams.Hook):
     """The hook that is called after each call of a gate's module."""
 
-    __slots__ = ("_gate", "_key")
+    __slots__ = ("_gate",)
 
     def __init__(self, gate: Gate, module: nn.Module) -> None:
         self._gate = gate
-        self._key = seams.on_call(module, gate, self)
+        gate.key = seams.on_call(module, gate, self)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """A module was called. What is to flow on instead of its output, or None."""
@@ -242,4 +243,4 @@ class Leaving(seams.Hook):
         """No longer follow the module."""
         module = self._gate.place.thing
         assert isinstance(module, nn.Module)
-        seams.off_call(module, self._key)
+        seams.off_call(module, self._gate.key)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from unsum.kernels import launch, twins
+from unsum.kernels import launch, recurrence, twins
 from unsum.seams.operators import is_stand_in
 
 Make = Callable[..., Tensor]
@@ -290,3 +290,20 @@ two_sided = offer(
 )  # fmt: skip
 two_sided.__doc__ = """(n, k, m): L G R of G = Σ_t rows_t ⊗ columns_t, of rows (n, t, r) and columns (n, t, c), L (k, r)
 and R (c, m)."""
+
+lstm_gates = offer(
+    "lstm_gates",
+    "(Tensor x, Tensor before, Tensor of_inputs, Tensor of_states, Tensor bias, Tensor cell, Tensor d_states,"
+    " Tensor d_last, Tensor d_cell, bool reverse) -> Tensor",
+    lambda make: (
+        make(3, 5, 20), make(3, 5, 33), make(132, 20), make(132, 33), make(132), make(5, 33), make(3, 5, 33),
+        make(5, 33), make(5, 33), True,
+    ),
+    lambda *tensors: (
+        len({t.dtype for t in tensors}) == 1
+        and recurrence.block_of(len(tensors[5]), tensors[5].shape[1], tensors[5].device) is not None
+    ),
+)  # fmt: skip
+lstm_gates.__doc__ = """(T, B, 4H): the gradient at the gates of an LSTM, of what it was given (T, B, I), the states
+(T, B, H) with which each time began, its weights (4H, I) and (4H, H), the sum of its biases (4H,), the first cell
+(B, H), and the gradients of all states (T, B, H), of the last state and of the last cell (B, H)."""

@@ -53,7 +53,10 @@ def _launch(
     """Returns what does so again, with other tensors like these."""
     key = None
     index = tensors[0].device.index
-    if again and tensors[0].is_cuda and index == torch.cuda.current_device():
+    if tensors[0].is_cuda and index != torch.cuda.current_device():
+        with torch.cuda.device(index):  # Triton launches on the device of the moment
+            return _launch(kernel, grid, tensors, numbers, constants, warps, options)
+    if again and tensors[0].is_cuda:
         # What Triton compiles for: types, whether addresses are multiples of 16, and (more than it asks) the numbers.
         found = [t.dtype for t in tensors if not t.data_ptr() % 16]
         if len(found) == len(tensors):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -36,20 +35,10 @@ class Recurrence:
     """A layer that was run over time, with T times, B sequences and H hidden units."""
 
     inputs: Tensor  # (T, B, I)
-    states: Tensor  # (T, B, H): what it returned
-    first: Tensor  # (B, H): the state it began with
+    before: Tensor  # (T, B, H): the state that each time began with
     weights: tuple[Tensor, Tensor]  # of inputs and of states, (gates · H, I) and (gates · H, H)
     biases: tuple[Tensor, ...]  # (gates · H,) each
     is_reversed: bool = False  # whether it went from the last time to the first
-
-    @cached_property
-    def before(self) -> Tensor:
-        """(T, B, H): the state that each time began with."""
-        return self.begun(self.states, self.first)
-
-    def begun(self, ended: Tensor, first: Tensor) -> Tensor:
-        """(T, B, H): what each time began with, if it `ended` with these, and the first time began with `first`."""
-        return torch.cat((ended[1:], first[None]) if self.is_reversed else (first[None], ended[:-1]))
 
     def sums(self) -> Tensor:
         """(T, B, gates · H): what goes into the gates."""
@@ -81,6 +70,16 @@ class Recurrence:
         return begins if d_last is None else begins + d_last, [*rest, None]
 
 
+def begun(ended: Tensor, first: Tensor, *, is_reversed: bool) -> Tensor:
+    """(T, B, H): what each time began with, if it `ended` with these, and the first time began with `first`. In memory
+    it lies as they do: time by time, or sequence by sequence."""
+    by_sequence = not ended.is_contiguous() and ended.transpose(0, 1).is_contiguous()
+    if by_sequence:
+        ended, first = ended.transpose(0, 1), first[:, None]
+        return torch.cat((ended[:, 1:], first) if is_reversed else (first, ended[:, :-1]), 1).transpose(0, 1)
+    return torch.cat((ended[1:], first[None]) if is_reversed else (first[None], ended[:-1]))
+
+
 def product(rows: Tensor, weight: Tensor) -> Tensor:
     """rows @ weight.T."""
     found = onednn_product(rows, weight) if rows.numel() * len(weight) > LARGE else None
@@ -98,7 +97,7 @@ def lstm(layer: Recurrence, cell: Tensor, d_states: Tensor, d_last: Tensor | Non
     cells, first = torch.mul(i, g), cell
     for now, forget in layer.forwards(cells.unbind(), f.unbind()):
         cell = now.addcmul_(forget, cell)
-    begun = layer.begun(cells, first)
+    earlier = begun(cells, first, is_reversed=layer.is_reversed)
     cells.tanh_()
     # From here on the gates turn into derivatives: of the cell for i, f and g, of the state for o.
     through = _aten.tanh_backward(o, cells)  # the cell, by the state
@@ -106,7 +105,7 @@ def lstm(layer: Recurrence, cell: Tensor, d_states: Tensor, d_last: Tensor | Non
     by_i = _aten.sigmoid_backward(g, i)
     _aten.tanh_backward.grad_input(i, g, grad_input=g)
     i.copy_(by_i)
-    _aten.sigmoid_backward.grad_input(begun, f, grad_input=f)
+    _aten.sigmoid_backward.grad_input(earlier, f, grad_input=f)
     _aten.sigmoid_backward.grad_input(cells, o, grad_input=o)
     # And now, time by time, into gradients. Views are made for all times at once: a time is a few small operations.
     d = torch.zeros_like(cell) if d_cell is None else d_cell.clone()
@@ -145,9 +144,9 @@ def gru(layer: Recurrence, d_states: Tensor, d_last: Tensor | None) -> AtGates:
     return AtGates(of_inputs.flatten(2), flat)
 
 
-def plain(layer: Recurrence, d_states: Tensor, d_last: Tensor | None, *, relu: bool) -> Tensor:
-    """(T, B, H): the gradient at the only gate, tanh or `relu`."""
-    slopes = (layer.states > 0).to(d_states.dtype) if relu else 1 - layer.states.square()
+def plain(layer: Recurrence, states: Tensor, d_states: Tensor, d_last: Tensor | None, *, relu: bool) -> Tensor:
+    """(T, B, H): the gradient at the only gate, tanh or `relu`, of a layer that returned these states."""
+    slopes = (states > 0).to(d_states.dtype) if relu else 1 - states.square()
     state, following = layer.arriving(d_states, d_last)
     for (own,), before in zip(layer.backwards(slopes.unbind()), following, strict=True):
         own.mul_(state)
@@ -156,15 +155,18 @@ def plain(layer: Recurrence, d_states: Tensor, d_last: Tensor | None, *, relu: b
     return slopes
 
 
-def at_gates(
-    kind: Kind, layer: Recurrence, cell: Tensor | None, d_states: Tensor, d_last: Tensor | None, d_cell: Tensor | None
-) -> AtGates:
-    """The gradient at the gates of a layer of any kind. `cell`: what an LSTM began with."""
-    if kind == "gru":
-        return gru(layer, d_states, d_last)
-    if kind == "lstm":
-        assert cell is not None
-        found = lstm(layer, cell, d_states, d_last, d_cell)
-    else:
-        found = plain(layer, d_states, d_last, relu=kind == "relu")
-    return AtGates(found, found)
+# ---- how the kernel for LSTMs divides its work ----------------------------------------------------------------------
+
+BLOCKS = ((16, 16), (32, 16), (64, 16), (64, 32), (64, 64))  # sequences and units of one program
+
+
+def block_of(batch: int, hidden: int, device: torch.device) -> tuple[int, int] | None:
+    """How many sequences and units a program has, so that all programs run at once, one on each multiprocessor; None
+    if they cannot. Where Triton is interpreted, there is one program."""
+    if device.type != "cuda":
+        return max(16, 1 << (batch - 1).bit_length()), max(16, 1 << (hidden - 1).bit_length())
+    most = torch.cuda.get_device_properties(device).multi_processor_count
+    for rows, units in BLOCKS:
+        if (rows >= batch or rows == BLOCKS[-1][0]) and -(-batch // rows) * -(-hidden // units) <= most:
+            return rows, units
+    return None

@@ -10,15 +10,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from unsum.kernels import fused, recurrence
 from unsum.kernels.product import wide
-from unsum.kernels.recurrence import AtGates, Kind, Recurrence, at_gates, product
+from unsum.kernels.recurrence import AtGates, Kind, Recurrence, product
 
 _RUNS = {"relu": torch.rnn_relu, "tanh": torch.rnn_tanh, "gru": torch.gru}
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Layers over T times and B sequences, with H hidden units in each of D directions. No dropout between them."""
+    """Layers over T times and B sequences, with H hidden units in each of D directions. No dropout between them. All
+    that is found has the dtype of the layers."""
 
     kind: Kind
     inputs: Tensor  # (T, B, I)
@@ -35,7 +37,7 @@ class Stack:
         those of the outputs, of the last states and of the last cells."""
         returned = self._returned()
         found: list[tuple[Recurrence, AtGates]] = []
-        above = self._wide(d_outputs)
+        above = d_outputs
         for layer in reversed(range(len(self.weights) // self.directions)):
             here = [self._one(layer, k, returned, above, d_states, d_cells) for k in range(self.directions)]
             if layer:
@@ -49,16 +51,38 @@ class Stack:
         d_states: Tensor | None, d_cells: Tensor | None,
     ) -> tuple[Recurrence, AtGates]:  # fmt: skip
         at = layer * self.directions + direction
-        first, second, *biases = map(self._wide, self.weights[at])
-        own = lambda tensor: self._wide(tensor.chunk(self.directions, 2)[direction])
-        one = Recurrence(
-            self._wide(returned[layer]), own(returned[layer + 1]), self._wide(self.states[at]), (first, second),
-            tuple(biases), is_reversed=direction == 1,
+        first, second, *biases = self.weights[at]
+        own = lambda tensor: tensor.chunk(self.directions, 2)[direction]
+        states, is_reversed = own(returned[layer + 1]), direction == 1
+        before = recurrence.begun(states, self.states[at], is_reversed=is_reversed)
+        one = Recurrence(returned[layer], before, (first, second), tuple(biases), is_reversed)
+        last, cell = (None if each is None else each[at] for each in (d_states, d_cells))
+        return one, self._at_gates(one, at, states, own(above), last, cell)
+
+    def _at_gates(
+        self, one: Recurrence, at: int, states: Tensor, d_states: Tensor, d_last: Tensor | None, d_cell: Tensor | None
+    ) -> AtGates:
+        if self.cells is not None:
+            cell = self.cells[at]
+            none = torch.zeros_like(cell)
+            bias = one.biases[0] + one.biases[1] if one.biases else one.weights[0].new_zeros(len(one.weights[0]))
+            gates = fused.lstm_gates(
+                one.inputs, one.before, *one.weights, bias, cell, d_states, none if d_last is None else d_last,
+                none if d_cell is None else d_cell, one.is_reversed,
+            )  # fmt: skip
+            return AtGates(gates, gates)
+        dtype = d_states.dtype
+        up = lambda tensor: tensor.to(wide(dtype))
+        exact = Recurrence(
+            up(one.inputs), up(one.before), (up(one.weights[0]), up(one.weights[1])), tuple(map(up, one.biases)),
+            one.is_reversed,
         )  # fmt: skip
-        cell, d_last, d_cell = (
-            None if each is None else self._wide(each[at]) for each in (self.cells, d_states, d_cells)
-        )
-        return one, at_gates(self.kind, one, cell, own(above).contiguous(), d_last, d_cell)
+        last = None if d_last is None else up(d_last)
+        if self.kind == "gru":
+            found = recurrence.gru(exact, up(d_states), last)
+            return AtGates(found.of_inputs.to(dtype), found.of_states.to(dtype))
+        gate = recurrence.plain(exact, up(states), up(d_states), last, relu=self.kind == "relu").to(dtype)
+        return AtGates(gate, gate)
 
     def _returned(self) -> list[Tensor]:
         """What each layer was given, and what the last returned."""
@@ -78,7 +102,3 @@ class Stack:
             if self.cells is not None:
                 return torch.lstm(given, (self.states[here], self.cells[here]), *options)[0]
             return _RUNS[self.kind](given, self.states[here], *options)[0]
-
-    @staticmethod
-    def _wide(tensor: Tensor) -> Tensor:
-        return tensor.to(wide(tensor.dtype))

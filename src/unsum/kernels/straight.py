@@ -68,6 +68,8 @@ class Writer:
 
     def program(self, found: Sequence[Tensor]) -> Program:
         """The function."""
+        if len(set(map(id, self._given))) < len(self._given):
+            raise NotRecordable("one tensor came twice: which of the two is read where is not known")
         given = [f"g{k}" for k in range(len(self._given))]
         for name, tensor in zip(given, self._given, strict=True):
             self._names[self._slot(tensor)] = name

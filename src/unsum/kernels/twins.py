@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from unsum.kernels import window_rows
+from unsum.kernels import recurrence, window_rows
 from unsum.seams.operators import is_stand_in
 
 
@@ -103,20 +103,21 @@ def gram(a: Tensor, delta: Tensor, other_a: Tensor, other_delta: Tensor) -> Tens
     return torch.linalg.vecdot(right.flatten(1).to(dtype).conj(), left.flatten(1).to(dtype)).real
 
 
-def grouped_gram_sq_norms(a: Sequence[Tensor], delta: Sequence[Tensor], n: int, t: int) -> Tensor:
+def grouped_gram_sq_norms(a: Sequence[Tensor], delta: Sequence[Tensor], n: int, t: int, kept: bool = True) -> Tensor:
     """Layer by layer."""
     pairs = [(x.reshape(n, t, -1), y.reshape(n, t, -1)) for x, y in zip(a, delta, strict=True)]
     return torch.stack([gram(x, y, x, y) for x, y in pairs])
 
 
-def grouped_shift_sq_norms(delta: Sequence[Tensor], n: int, t: int) -> Tensor:
+def grouped_shift_sq_norms(delta: Sequence[Tensor], n: int, t: int, kept: bool = True) -> Tensor:
     """Layer by layer."""
     return torch.stack([_squares(each.reshape(n, t, -1).sum(1, dtype=wide(each.dtype))) for each in delta])
 
 
 def grouped_norm_sq_norms(
-    delta: Sequence[Tensor], x: Sequence[Tensor], mean: Sequence[Tensor], rstd: Sequence[Tensor], n: int, t: int
-) -> tuple[Tensor, Tensor]:
+    delta: Sequence[Tensor], x: Sequence[Tensor], mean: Sequence[Tensor], rstd: Sequence[Tensor], n: int, t: int,
+    kept: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Layer by layer."""
     found = []
     for gradient, values, centre, by in zip(delta, x, mean, rstd, strict=True):
@@ -127,10 +128,12 @@ def grouped_norm_sq_norms(
 
 
 def weighted_sum(each: Tensor, w: Tensor) -> Tensor:
-    """In low precision sample by sample, so that no wide copy of all is made."""
+    """In low precision sample by sample, so that no wide copy of all is made. A compiler makes one pass of it."""
     dtype = wide(each.dtype)
-    if each.dtype == dtype or is_stand_in(each):
-        return torch.tensordot(w.to(each.device, dtype), each.to(dtype), 1)
+    if is_stand_in(each):
+        return (each.to(dtype) * w.to(each.device, dtype).view(-1, *[1] * (each.dim() - 1))).sum(0)
+    if each.dtype == dtype:
+        return torch.tensordot(w.to(each.device, dtype), each, 1)
     total = torch.zeros(each.shape[1:], dtype=dtype, device=each.device)
     for values, weight in zip(each, w.to(total), strict=True):
         total.addcmul_(values.to(dtype), weight)
@@ -158,3 +161,16 @@ def scaled(x: Tensor, w: Tensor) -> Tensor:
 def two_sided(rows: Tensor, columns: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Both factors reduced first."""
     return torch.bmm((rows @ left.T).mT, columns @ right).to(wide(rows.dtype))
+
+
+def lstm_gates(
+    x: Tensor, before: Tensor, of_inputs: Tensor, of_states: Tensor, bias: Tensor, cell: Tensor,
+    d_states: Tensor, d_last: Tensor, d_cell: Tensor, reverse: bool,
+) -> Tensor:  # fmt: skip
+    """All times at once but for what leads from one to another, in float32 at least."""
+    x, before, of_inputs, of_states, bias, cell, given, d_last, d_cell = (
+        t.to(wide(t.dtype)) for t in (x, before, of_inputs, of_states, bias, cell, d_states, d_last, d_cell)
+    )
+    biases = bias, torch.zeros_like(bias)
+    layer = recurrence.Recurrence(x, before, (of_inputs, of_states), biases, reverse)
+    return recurrence.lstm(layer, cell, given, d_last, d_cell).to(d_states.dtype)

@@ -21,6 +21,7 @@ from unsum.learn.refusals import coincide, in_a_list, other_rows
 from unsum.learn.rows import Rows
 from unsum.learn.setting import Setting
 from unsum.travel import Journey
+from unsum.travel.table import Answer, down, start
 from unsum.travel.walk import Walked, is_alone, walk
 
 
@@ -68,6 +69,7 @@ def agreeing(cut: Cut, n: int, setting: Setting) -> Cut:
         starts = dict(zip(edges, layouts, strict=True))
         walked = walk_by_evidence(cut, starts, n, setting)
         agrees = _agrees(walked, setting)
+        agrees = _reaches_inputs(walked, n, setting) if agrees is None else agrees
         if agrees:
             _dims.setdefault(setting.model, set()).add(_dims_of(layouts))
             return replace(cut, starts=starts)
@@ -101,12 +103,31 @@ def _agrees(walked: Walked, setting: Setting) -> bool | None:
     return all(found) if found else None
 
 
+def _reaches_inputs(walked: Walked, n: int, setting: Setting) -> bool | None:
+    """Whether the walk has come to inputs that require gradients and found each number there with its own sample; None
+    if it came to none. What is computed from such inputs has nodes, and perhaps no weight has saved their rows."""
+    found, journey = [], Journey(n)
+    for node, owners in walked.owners.items():
+        for k, (leaf, _) in enumerate(node.next_functions):
+            if owners is None or leaf is None or not is_leaf(leaf) or setting.leads_to_parameters(leaf):
+                continue
+            said, at = setting.rows.of(leaf.variable), start(node, owners, journey)
+            if said is None or at is None:
+                continue
+            told = down(at, k, tuple(leaf.variable.shape))
+            if not isinstance(told, Answer):
+                found.append(same(told, said))
+    return all(found) if found else None
+
+
 def with_rows(walked: Walked, setting: Setting) -> list[tuple[Node, Layout, Layout]]:
     """The nodes that have saved rows of an input: whose they are, and what the rows say."""
     found = []
     for node, owners in walked.owners.items():
-        if owners is None or owners[0] is None or (len(owners) != 1 and "Rnn" not in node.name()):
+        if owners is None or owners[0] is None:
             continue
+        if "Rnn" not in node.name() and any(other is not None for other in owners[1:]):
+            continue  # of norm layers there are statistics besides, which have no gradients
         if not any(_is_weight(child, setting) for _, child, _ in below(node)):
             continue
         said = setting.rows.owners(node, owners[0].shape)

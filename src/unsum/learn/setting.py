@@ -48,6 +48,7 @@ class Setting:
     mismatch: Callable[[], str]  # why `samples=` may not fit what the model was given
     wanted: Mapping[int, nn.Parameter]  # by id
     names: Mapping[int, str]
+    parameters: Mapping[str, nn.Parameter]  # by these names
     module_of: Callable[[int], str]  # by the number of a node
     exact: bool  # samples may interact
     rules: bool  # whether rules may speak, or all is replayed

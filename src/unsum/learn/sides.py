@@ -259,10 +259,14 @@ class Sides(WatchingMode):
         return {self._kind(t, world) for t in (inputs[:1] if name in _LIKE_THE_FIRST else inputs)}
 
     def _note_data(self, top: Node, at: dict[Node, bool], memory: set[int | None], world: _World) -> None:
-        """The nodes that one call has made: data if they lead to a data argument, or saved a view of one."""
+        """The nodes that one call has made: data if they lead to a data argument, or saved a view of one. An argument
+        that requires gradients, and was not computed, is a leaf."""
         _note(top, "data", world.token)
         inner = ordered([top], stop=lambda n: n in at or is_leaf(n))
         data = {node for node, is_data in at.items() if is_data}
+        # A parameter is no data, and FSDP2's have no memory at times.
+        leaves = [node for node in inner if is_leaf(node) and not isinstance(node.variable, nn.Parameter)]
+        data |= {node for node in leaves if (where := memory_of(node.variable)) and where in memory}
         for node in reversed(inner):
             if node in at or is_leaf(node):
                 continue

@@ -15,7 +15,8 @@ _REDUCE = {"sum", "mean", "amax", "amin", "argmax", "argmin", "std", "var", "nor
 _CONVOLVE = {f"conv{t}{k}d": k for k in (1, 2, 3) for t in ("", "_transpose")}
 _FIRST = {
     *(f"{kind}_pool{k}d" for k in (1, 2, 3) for kind in ("max", "avg", "lp", "adaptive_avg", "adaptive_max")),
-    "group_norm", "interpolate", "upsample", "pixel_shuffle", "pixel_unshuffle", "grid_sample", "fold",
+    "group_norm", "instance_norm", "local_response_norm", "interpolate", "upsample", "pixel_shuffle",
+    "pixel_unshuffle", "grid_sample", "fold",
 }  # fmt: skip
 
 Rule = Callable[[Regular, Tensor, Sequence[Any], dict[str, Any], Tensor], int | None]

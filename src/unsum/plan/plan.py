@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from unsum.graph.layout import Layout, Mapped, Regular
 from unsum.graph.nodes import Node
@@ -18,6 +18,9 @@ from unsum.rules.registry import Rule
 
 if TYPE_CHECKING:
     from unsum.plan.teams import Team
+
+Found = TypeVar("Found")
+_KEPT = 256  # arrangements of one plan
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,17 @@ class Route:
     def met(self) -> dict[Meeting, None]:
         """The meeting, as those of a parameter are held."""
         return {self.meeting: None}
+
+
+class Ends:
+    """The parameters at the ends of routes, in columns."""
+
+    __slots__ = ("met", "names", "routes")
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self.routes = tuple(routes)
+        self.names = tuple([str(route.parameter) for route in routes])
+        self.met = tuple([route.met for route in routes])
 
 
 @dataclass(frozen=True)
@@ -81,6 +95,7 @@ class Plan:
     is_dynamic: bool = False  # whether whose some rows are is another matter in every batch
     tried: set[Hashable] = field(default_factory=set)  # the first of each team, once it was compared with itself alone
     grouped: dict[Hashable, Any] = field(default_factory=dict)  # by device: the teams whose norms come from one launch
+    arranged: dict[Hashable, Any] = field(default_factory=dict)  # which meetings wait, and what goes to which launch
     recordings: dict[Hashable, dict[Any, Any]] = field(default_factory=dict)  # of meetings, by what is wanted
     uses: list[None] = field(default_factory=list)  # an entry for each of the first backwards that went by it
     owners: Sequence[Owners | None] = ()  # of all nodes, where some rows are another matter in every batch
@@ -95,6 +110,13 @@ class Plan:
     def in_order(self, found: Sequence[Node]) -> Sequence[Node]:
         """The nodes of a survey, each at its place."""
         return self._pick(found) if len(self.order) > 1 else [found[k] for k in self.order]
+
+    def arrange(self, key: Hashable, found: Found) -> Found:
+        """Keep how something is arranged for later backwards; where many were kept, all are let go of first."""
+        if len(self.arranged) >= _KEPT:
+            self.arranged.clear()
+        self.arranged[key] = found
+        return found
 
     @cached_property
     def _pick(self) -> Callable[[Sequence[Node]], tuple[Node, ...]]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unsum.graph.nodes import Node
+from unsum.graph.nodes import Leaf, Node
 from unsum.plan.skeleton import Read, Skeleton, reader, skeleton
 from unsum.seams.modules import buffers_of
 from unsum.seams.nodes import outputs_of
@@ -59,6 +59,8 @@ def survey(roots: Iterable[Node], names: Mapping[int, str]) -> Survey:
     edges: list[Any] = []
     size, find, note, add = len(nodes), at.setdefault, edges.append, nodes.append
     for node in nodes:  # which grows meanwhile
+        if type(node) is Leaf:
+            continue
         for child, output in node.next_functions:
             place = find(child, size)
             if place == size:
@@ -84,6 +86,8 @@ def _signed(known: Skeleton, nodes: list[Node], leaves: list[Tensor], called: tu
         for meta in metas:  # not kept: torch takes longer to make the next while it is
             shapes.append(tuple(meta.shape))
             shapes.append(meta.dtype)
+    for node in known.viewed(nodes):
+        shapes.append(tuple(outputs_of(node)[0].shape))
     # A parameter's name says which it is, but its shape may have changed since.
     found = (known, tuple(told), tuple(shapes), called, tuple(map(_shape, leaves)), tuple(map(_dtype, leaves)))
     if found != last:

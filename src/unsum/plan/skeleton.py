@@ -41,6 +41,12 @@ _FOLLOWS = {
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 _SAYS = {**dict.fromkeys(_VIEWS, (0,)), "AddmmBackward0": (1, 2)}
 
+# Kinds whose (first) output has the shape of what they take at edge 0.
+_KEEPS_SHAPE = (
+    "GeluBackward0", "ReluBackward0", "SiluBackward0", "TanhBackward0", "SigmoidBackward0", "CloneBackward0",
+    "NativeLayerNormBackward0", "NativeDropoutBackward0",
+)  # fmt: skip
+
 _readers: dict[type, Read | None] = {}  # what nodes of each kind save beside tensors
 
 
@@ -51,7 +57,8 @@ class Skeleton:
     kinds: tuple[type, ...]
     edges: tuple[int | None, ...]  # of each node: child and which of its outputs, in turn
     leaves: Pick
-    shown: Pick  # whose shapes are read
+    shown: Pick  # whose shapes and dtypes are read
+    viewed: Pick  # views whose shapes are read: they have one output, with the dtype of what is below
     saved: tuple[tuple[Read, Pick], ...]  # what is read of the nodes of each kind
     number: int  # a hash of kinds and edges
     last: list[tuple[Any, ...]] = field(default_factory=list)  # the last signature of such a graph, if there was one
@@ -71,11 +78,14 @@ def skeleton(nodes: Sequence[Node], kinds: tuple[type, ...], edges: tuple[int | 
     for k, kind in enumerate(kinds):
         groups.setdefault(kind, []).append(k)
     leaves = groups.pop(Leaf, [])
-    saved = [(reader(nodes[places[0]]), _pick(places)) for places in groups.values()]
+    saved = [(reader(nodes[places[0]]), picker(places)) for places in groups.values()]
     follows = _following(nodes, kinds, edges)
-    shown = [k for k, kind in enumerate(kinds) if kind is not Leaf and k not in follows]
+    rest = [k for k, kind in enumerate(kinds) if kind is not Leaf and k not in follows]
+    below = list(_below(nodes, edges))
+    viewed = [k for k in rest if kinds[k].__name__ in _VIEWS and below[k][0][0] is not None]
+    shown = [k for k in rest if k not in viewed]
     told = tuple((read, pick) for read, pick in saved if read is not None)
-    return Skeleton(kinds, edges, _pick(leaves), _pick(shown), told, hash((kinds, edges)))
+    return Skeleton(kinds, edges, picker(leaves), picker(shown), picker(viewed), told, hash((kinds, edges)))
 
 
 def _following(nodes: Sequence[Node], kinds: Sequence[type], edges: Sequence[int | None]) -> set[int]:
@@ -83,11 +93,21 @@ def _following(nodes: Sequence[Node], kinds: Sequence[type], edges: Sequence[int
     found: set[int] = set()
     all_below = list(_below(nodes, edges))
     names = [kind.__name__ for kind in kinds]
+    said: list[int] = []  # whose shapes those above have saved
     for name, below in zip(names, all_below, strict=True):
         for edge in _SAYS.get(name, ()):
             child, output = below[edge] if edge < len(below) else (None, None)
-            if child is not None and output == 0 and names[child] in _VIEWS and all_below[child][0][0] is not None:
-                found.add(child)  # with the dtype of what is below it
+            if child is not None and output == 0:
+                said.append(child)
+    for k in said:  # which grows meanwhile
+        below = all_below[k]
+        child, output = below[0] if below else (None, None)
+        if child is None:
+            continue
+        if names[k] in _VIEWS:
+            found.add(k)  # with the dtype of what is below it
+        elif names[k] in _KEEPS_SHAPE and output == 0:
+            said.append(child)
     for k, (name, below) in enumerate(zip(names, all_below, strict=True)):
         from_edges = _FOLLOWS.get(name)
         if from_edges is not None and all(edge < len(below) and below[edge][0] is not None for edge in from_edges):
@@ -103,10 +123,11 @@ def _below(nodes: Sequence[Node], edges: Sequence[int | None]) -> Iterator[list[
         start = end
 
 
-def _pick(places: Sequence[int]) -> Pick:
+def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """What takes the things at these places from a sequence."""
     if len(places) > 1:
         return itemgetter(*places)
-    return lambda nodes: [nodes[k] for k in places]
+    return lambda things: [things[k] for k in places]
 
 
 def reader(node: Node) -> Read | None:

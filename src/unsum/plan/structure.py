@@ -163,6 +163,7 @@ def derived(
         sizes={},
         has_doubts=has_doubts(owned),
         grouped={},
+        arranged={},
         recordings={},
         uses=[],
         owners=found if judged.moved and judged.trail is not None else (),
@@ -272,4 +273,6 @@ def sizes_of(plan: Plan, nodes: Sequence[Node]) -> dict[str, Size]:
         kind = route.rule.make(Call(nodes[place], delta, route.by, route.shape, memo=memo, others=[None] * len(others)))
         if kind is not None:
             found[name] = found[name] + size_of(kind) if name in found else size_of(kind)
+    if not plan.is_dynamic:
+        plan.sizes.update(found)
     return found

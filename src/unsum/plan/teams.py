@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
+from operator import attrgetter
+from typing import Any
 
 from torch import Tensor
 
@@ -25,6 +28,14 @@ class Team:
     numel: int
     places: tuple[int, ...]
     parameters: frozenset[str]
+
+    @cached_property
+    def read(self) -> Callable[[Node], tuple[Tensor | None, ...]]:
+        """What reads these saved tensors of a node."""
+        if not self.reads:
+            return lambda node: ()
+        get: Any = attrgetter(*self.reads)
+        return get if len(self.reads) > 1 else lambda node: (get(node),)  # type: ignore[no-any-return]
 
 
 def teams(

@@ -21,6 +21,7 @@ from unsum.errors import UnsupportedError
 from unsum.factors.factors import Factors
 from unsum.reducers.holding import GRADIENTS, Size, choose, free_memory, grown
 from unsum.reducers.tap import Shape, Tap
+from unsum.seams.operators import python_operator
 
 _numbers = itertools.count(1)
 _open: weakref.WeakValueDictionary[int, ClippedTap] = weakref.WeakValueDictionary()
@@ -45,10 +46,12 @@ def _weights_of(sq_norms: Tensor, whose: Tensor) -> Tensor:
     return found if tap is None or not tap.waits else found.copy_(tap.weigh(sq_norms).detach())
 
 
-_operator = torch.library.custom_op(
-    "unsum::weights_of_norms", _weights_of, mutates_args=(), schema="(Tensor sq_norms, Tensor whose) -> Tensor"
+_operator = python_operator(
+    "unsum::weights_of_norms",
+    _weights_of,
+    "(Tensor sq_norms, Tensor whose) -> Tensor",
+    lambda sq_norms, whose: sq_norms.new_empty(sq_norms.shape),
 )
-_operator.register_fake(lambda sq_norms, whose: sq_norms.new_empty(sq_norms.shape))
 
 
 def rows_of_groups(squares: Mapping[str, Tensor], groups: Mapping[str, int]) -> Tensor:

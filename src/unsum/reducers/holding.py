@@ -96,7 +96,8 @@ def free_memory(devices: Iterable[torch.device]) -> float:
 
 def _free(device: torch.device) -> float:
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        held = torch.cuda.memory_stats_as_nested_dict(device)  # `memory_reserved` would make all its names anew
+        unused = held["reserved_bytes"]["all"]["current"] - held["allocated_bytes"]["all"]["current"] if held else 0
         return float(torch.cuda.mem_get_info(device)[0] + unused)
     return _free_for_the_processor() if device.type == "cpu" else inf
 

@@ -22,7 +22,7 @@ class Tap(ABC):
     inputs = 0  # how many it is given
     in_order = False  # whether what it is given goes by the order of the samples
     by_sample = False  # whether it has a row for each sample, in whatever order; so it has if `in_order`
-    calls_python = False  # whether a function runs in the middle of the backward: never in a CUDA graph
+    calls_python = False  # whether a function runs in the middle of the backward, where no CUDA graph may be
     together = False  # whether what leaves for one parameter depends on the others: all of them are to be asked for
     by_parts = False  # whether each part of a model with graph breaks may have one: what they receive then adds up
 

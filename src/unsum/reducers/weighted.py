@@ -99,13 +99,15 @@ class WeightedSum(Reduction):
         self.unreached: list[str] = []  # parameters to which the last backward brought nothing
         self.weights: Tensor | None = None  # of the last backward, if they come from the norms
         self.chosen: dict[str, str] = {}  # what was held of each parameter in the last backward
+        self._by_factors: frozenset[str] = frozenset()  # of these, the parameters of which factors are held
 
     def prepare(self, sizes: Callable[[], Mapping[str, Size]], devices: Callable[[], Iterable[torch.device]]) -> None:
         """Choose what to hold in the backward that begins, from what the gradients of each parameter take."""
         if self.clips:
             budget = free_memory(devices()) if self._memory is None else self._memory
             self.chosen = self._in_models_order(choose(sizes(), budget))
-            log.info("unsum: WeightedSum holds %s", dict(Counter(self.chosen.values())))
+            self._by_factors = frozenset([name for name, way in self.chosen.items() if way != GRADIENTS])
+            log.info("unsum: WeightedSum holds %s", Counter(self.chosen.values()))
 
     def begin(self, n: int, again: bool) -> None:
         """A backward with n samples begins."""
@@ -122,9 +124,20 @@ class WeightedSum(Reduction):
             )
         self.weights = None
 
+    @property
+    def takes_held(self) -> bool:
+        """Whether `hold` and `take_layers` may be called in the place of `take`: not where a subclass has its own."""
+        own = type(self)
+        return self.clips and (own.take, own.take_layers) == (WeightedSum.take, WeightedSum.take_layers)
+
+    @property
+    def held_by_factors(self) -> frozenset[str]:
+        """The parameters of which factors are held."""
+        return self._by_factors
+
     def forms(self, name: str) -> bool:
         """Whether the gradients of this parameter are held multiplied out."""
-        return self.clips and self.chosen.get(name, GRADIENTS) == GRADIENTS
+        return self.clips and name not in self._by_factors
 
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
@@ -165,7 +178,11 @@ class WeightedSum(Reduction):
 
     def _hold(self, name: str, factors: Factors) -> None:
         held = factors.formed() if self.forms(name) else factors
-        self._squares.append(((name,), held.sq_norms()))
+        self.hold(name, held.sq_norms(), held)
+
+    def hold(self, name: str, squares: Tensor, held: Factors) -> None:
+        """Squared norms (n,) of a parameter's gradients, and what is held of them until the weights are known."""
+        self._squares.append(((name,), squares))
         self._held[name] = held
 
     def add(self, name: str, value: Tensor) -> None:

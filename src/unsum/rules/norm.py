@@ -85,13 +85,16 @@ def group_norm_shift(call: Call) -> Scale:
 
 
 @rule("NativeBatchNormLegitNoTrainingBackward0", 1, _per_sample)  # as torch.compile takes it down
+@rule("CudnnBatchNormBackward0", 1, _per_sample)  # of float32 and float16 on a GPU
+@rule("MiopenBatchNormBackward0", 1, _per_sample)
 @rule("NativeBatchNormBackward0", 1, _per_sample)
 def batch_norm_scale(call: Call) -> Scale | None:
     """In evaluation: y = (x - mean)·rstd·w + b with the running statistics."""
     if saved_or(call.node, "training", False):
         return None
     delta, x, over = call.take(call.delta), call.take(call.saved("input")), _channels(call)
-    eps, mean, variance = call.saved("eps"), call.saved("running_mean"), call.saved("running_var")
+    eps = call.saved("eps" if call.node.name().startswith("Native") else "epsilon")
+    mean, variance = call.saved("running_mean"), call.saved("running_var")
     if call.is_kept:  # copies: training changes them in place, and no version says so
         mean, variance = torch.stack([mean, variance])
     rows = [rows for tensor in (delta, x) if (rows := _channels_last(tensor)) is not None]
@@ -116,6 +119,8 @@ def _channels_last(tensor: Tensor) -> Tensor | None:
 
 
 @rule("NativeBatchNormLegitNoTrainingBackward0", 2, _per_sample)  # as torch.compile takes it down
+@rule("CudnnBatchNormBackward0", 2, _per_sample)
+@rule("MiopenBatchNormBackward0", 2, _per_sample)
 @rule("NativeBatchNormBackward0", 2, _per_sample)
 def batch_norm_shift(call: Call) -> Scale | None:
     """In evaluation: one shift per channel."""

@@ -46,9 +46,11 @@ def _layer(call: Call) -> Recurrence:
     if "layer" not in call.memo:
         dtype = wide(call.delta.dtype)
         of = lambda name: call.saved(name).to(dtype)
+        is_reversed = call.saved("reverse")
         call.memo["layer"] = Recurrence(
-            of("input"), of("result0"), of("hx_"), (of("weight0"), of("weight1")),
-            (of("weight2"), of("weight3")) if call.saved("has_biases") else (), is_reversed=call.saved("reverse"),
+            of("input"), recurrence.begun(of("result0"), of("hx_"), is_reversed=is_reversed),
+            (of("weight0"), of("weight1")), (of("weight2"), of("weight3")) if call.saved("has_biases") else (),
+            is_reversed,
         )  # fmt: skip
     return call.memo["layer"]  # type: ignore[no-any-return]
 

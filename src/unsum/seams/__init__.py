@@ -13,6 +13,7 @@ from unsum.seams.engine import are_here as are_here
 from unsum.seams.engine import aside as aside
 from unsum.seams.engine import close_block as close_block
 from unsum.seams.engine import here as here
+from unsum.seams.engine import inside as inside
 from unsum.seams.engine import instead_of_backward as instead_of_backward
 from unsum.seams.engine import is_alone_at_parameters as is_alone_at_parameters
 from unsum.seams.engine import is_narrow as is_narrow
@@ -25,10 +26,12 @@ from unsum.seams.modes import exactly as exactly
 from unsum.seams.modes import unwatch as unwatch
 from unsum.seams.modes import watch as watch
 from unsum.seams.modules import NOTHING as NOTHING
+from unsum.seams.modules import called_after as called_after
 from unsum.seams.modules import is_compiled as is_compiled
 from unsum.seams.modules import off_call as off_call
 from unsum.seams.modules import on_call as on_call
 from unsum.seams.modules import on_calls as on_calls
+from unsum.seams.modules import other_hooks as other_hooks
 from unsum.seams.nodes import after_node as after_node
 from unsum.seams.nodes import on_node as on_node
 from unsum.seams.nodes import on_nodes as on_nodes

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -21,10 +22,25 @@ def allow_in_graph(function: Callable[..., Any]) -> None:
     torch._dynamo.allow_in_graph(function)
 
 
+def run_as_it_is(function: Callable[..., Any]) -> None:
+    """Torch does not compile calls of this function by itself; inside what it compiles, it reads the function."""
+    torch._dynamo.eval_frame.skip_code(function.__code__)
+
+
+def comparing_hooks() -> contextlib.AbstractContextManager[Any]:
+    """What torch compiles for a module runs for others that are alike, whatever hooks they have; not within this."""
+    return torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)  # type: ignore[no-any-return, attr-defined]
+
+
 def uses_cuda_graphs() -> bool:
     """Whether torch's own backend is set to record CUDA graphs."""
     inductor: Any = sys.modules.get("torch._inductor.config")
     return inductor is not None and bool(inductor.triton.cudagraphs)
+
+
+def records_cuda_graphs(backend: Any) -> bool:
+    """Whether this is torch's backend `cudagraphs`, which records all of a graph at once."""
+    return getattr(backend, "compiler_name", None) == "cudagraphs"
 
 
 def call_uncompiled(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -106,6 +122,41 @@ def size_among(graph: torch.fx.GraphModule, size: int) -> Found | None:
     return next(iter(found.values()), Found(size, size)) if len(found) < 2 else None
 
 
+@dataclass
+class Shapes:
+    """Shapes of tensors in a graph that torch compiles, as functions of the sizes of the graph's inputs."""
+
+    _shapes: Sequence[tuple[Any, ...]]  # numbers, and expressions of symbols
+    _where: Mapping[Any, tuple[int, int | None]]  # of each symbol, the input that shows it, and which of its dimensions
+    _known: dict[tuple[int, ...], list[tuple[int, ...]]]  # by the sizes
+
+    @staticmethod
+    def among(graph: torch.fx.GraphModule, shapes: Sequence[Sequence[Any]]) -> Shapes | None:
+        """None if a size is not known before the graph runs."""
+        found: dict[Any, tuple[int, int | None]] = {}
+        for k, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+            value = node.meta.get("example_value")
+            if isinstance(value, torch.SymInt):
+                found.setdefault(value.node.expr, (k, None))
+            for dim, each in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+                if isinstance(each, torch.SymInt):
+                    found.setdefault(each.node.expr, (k, dim))
+        told = [tuple(s.node.expr if isinstance(s, torch.SymInt) else s for s in shape) for shape in shapes]
+        symbols = {symbol for shape in told for size in shape for symbol in getattr(size, "free_symbols", ())}
+        return Shapes(told, {s: found[s] for s in symbols}, {}) if symbols <= found.keys() else None
+
+    def of(self, given: Sequence[Any]) -> list[tuple[int, ...]]:
+        """The shapes for these inputs."""
+        sizes = tuple(given[k] if dim is None else given[k].shape[dim] for k, dim in self._where.values())
+        if sizes not in self._known:
+            values = dict(zip(self._where, sizes, strict=True))
+            number = lambda size: size if isinstance(size, int) else int(size.xreplace(values))
+            while len(self._known) >= 64:
+                del self._known[next(iter(self._known))]
+            self._known[sizes] = [tuple(map(number, shape)) for shape in self._shapes]
+        return self._known[sizes]
+
+
 def with_inputs(
     graph: torch.fx.GraphModule,
     tensors: Sequence[tuple[Sequence[Any], torch.dtype, bool]],
@@ -122,7 +173,7 @@ def with_inputs(
             for shape, dtype, needs in tensors
         ]
         taken = torch.empty(1, dtype=given[0].dtype, device=device)
-    made = _copied(graph)
+    made = copied(graph)
     nodes = list(made.graph.nodes)
     with made.graph.inserting_before(next(node for node in nodes if node.op != "placeholder")):
         added = [made.graph.placeholder(f"unsum_tap_{k}") for k in range(len(given))]
@@ -135,7 +186,7 @@ def with_inputs(
     return made, given
 
 
-def _copied(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+def copied(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """The same graph, with what dynamo has noted of it."""
     whole, places = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
     whole.output(whole.graph_copy(graph.graph, places))

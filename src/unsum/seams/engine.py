@@ -134,6 +134,16 @@ def aside() -> Iterator[None]:
         _local.blocks = blocks
 
 
+@contextlib.contextmanager
+def inside(blocks: list[Block]) -> Iterator[None]:
+    """As if `aside` had not been called: these blocks see what this thread does."""
+    before, _local.blocks = _local.blocks, blocks
+    try:
+        yield
+    finally:
+        _local.blocks = before
+
+
 def _begin() -> None:
     autograd: Any = torch.autograd
     engine = autograd._engine_run_backward

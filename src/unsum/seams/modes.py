@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,6 +49,9 @@ def _stack(*modes: TorchFunctionMode) -> None:
             _push_mode(each)
 
 
+_local = threading.local()
+
+
 def autocasts() -> tuple[str, ...]:
     """The kinds of device on which a backward inside `torch.autocast` would round what we compute."""
     if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
@@ -62,10 +66,24 @@ def exactly() -> Iterator[None]:
     if not kinds:
         yield
         return
-    with contextlib.ExitStack() as stack:
-        for kind in kinds:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+    before, _local.set_aside = getattr(_local, "set_aside", ()), rounding()
+    try:
+        with contextlib.ExitStack() as stack:
+            for kind in kinds:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            yield
+    finally:
+        _local.set_aside = before
+
+
+def rounding() -> tuple[tuple[str, torch.dtype], ...]:
+    """To what `torch.autocast` rounds what is computed here, by the kind of device."""
+    return tuple([(kind, torch.get_autocast_dtype(kind)) for kind in autocasts()])
+
+
+def rounding_in_hooks() -> tuple[tuple[str, torch.dtype], ...]:
+    """The same of hooks that are called while the backward runs that is about to begin."""
+    return getattr(_local, "set_aside", ()) or rounding()
 
 
 def exact(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter, methodcaller
 from types import CodeType, FunctionType
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from torch import nn
 
 _lock = threading.Lock()
 _keys = itertools.count(-1, -1)  # of hooks; torch's own are not negative
+_buffers, _values = attrgetter("_buffers"), methodcaller("values")
 
 
 class Watcher(Protocol):
@@ -177,9 +179,50 @@ def off_call(module: nn.Module, key: int) -> None:
     module._forward_hooks_always_called.pop(key, None)
 
 
+def called_after(module: nn.Module, key: int) -> Callable[..., Any]:
+    """The hook that `on_call` has put behind the calls of a module."""
+    return module._forward_hooks[key]
+
+
+@contextlib.contextmanager
+def other_hooks(hooks: Iterable[tuple[nn.Module, int, Callable[..., Any], Callable[..., Any]]]) -> Iterator[None]:
+    """Others in the place of hooks that `on_call` has put on modules: (module, key, before, after). They are hooks that
+    torch's compiler reads. They have the same key every time, since torch may compare it; and it does not read hooks
+    that are called where a module raises."""
+    undo: list[tuple[nn.Module, int, Any, Any]] = []
+    try:
+        for module, key, before, after in hooks:
+            undo.append((module, key, module._forward_pre_hooks[key], module._forward_hooks[key]))
+            _exchange(module._forward_pre_hooks, key, _READ, before)
+            _exchange(module._forward_hooks, key, _READ, after)
+            _exchange(module._forward_pre_hooks_with_kwargs, key, _READ, True)
+            del module._forward_hooks_always_called[key]
+        yield
+    finally:
+        for module, key, before, after in undo:
+            _exchange(module._forward_pre_hooks, _READ, key, before)
+            _exchange(module._forward_hooks, _READ, key, after)
+            _exchange(module._forward_pre_hooks_with_kwargs, _READ, key, True)
+            module._forward_hooks_always_called[key] = True
+
+
+_READ = -(1 << 40)  # the key of hooks that torch reads
+
+
+def _exchange(among: dict[int, Any], key: int, new: int, value: Any) -> None:
+    """Another key and value in the place of one, in the same order: that in which hooks are called."""
+    if len(among) == 1:
+        among.pop(key, None)
+        among[new] = value
+        return
+    items = [(new, value) if each == key else (each, own) for each, own in among.items()]
+    among.clear()
+    among.update(items)
+
+
 def buffers_of(modules: Iterable[nn.Module]) -> Iterable[Any]:
     """The buffers that these modules have themselves; None for one that is not there."""
-    return itertools.chain.from_iterable([module._buffers.values() for module in modules])
+    return itertools.chain.from_iterable(map(_values, map(_buffers, modules)))
 
 
 def without_hooks(module: nn.Module) -> nn.Module:

@@ -22,6 +22,8 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node  # that runs n
 current_backward: Callable[[], int] = torch._C._current_graph_task_id  # a number; -1 outside
 Function: type = torch._C._FunctionBase  # the context of an autograd.Function
 
+_CONVOLUTION: Any = torch._C._functions.ConvolutionBackward0  # type: ignore[attr-defined]
+
 _tensor_names: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
@@ -33,6 +35,11 @@ def saved_of(node: Any, name: str) -> Any:
 def saved_or(node: Any, name: str, default: Any) -> Any:
     """What a node has saved under this name; the default where nodes of its kind save nothing so named."""
     return getattr(node, SAVED + name, default)
+
+
+def is_convolution(node: Any) -> bool:
+    """Whether a node is torch's own convolution."""
+    return type(node) is _CONVOLUTION
 
 
 def saved_tensors(kind: type) -> tuple[str, ...]:
@@ -89,7 +96,8 @@ def on_nodes(nodes: Iterable[Any], hooks: Iterable[Callable[..., Any]]) -> list[
     return [node.register_prehook(hook) for node, hook in zip(nodes, hooks, strict=True)]
 
 
-def after_node(node: Any, hook: Callable[[tuple[Tensor | None, ...], Any], None]) -> Handle:
-    """Call `hook` with the gradients that a node of the graph hands on (and those it got), after it has run."""
+def after_node(node: Any, hook: Callable[[tuple[Tensor | None, ...], Any], tuple[Tensor | None, ...] | None]) -> Handle:
+    """Call `hook` with the gradients that a node of the graph hands on (and those it got), after it has run. It may
+    return others, which are handed on instead."""
     handle: Handle = node.register_hook(hook)
     return handle

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -22,6 +23,8 @@ __all__ = [
     "is_stand_in",
     "launcher",
     "onednn_product",
+    "python_operator",
+    "runs_between_cuda_graphs",
     "schema_of",
     "settled",
     "without_modes",
@@ -60,6 +63,27 @@ def launcher(made: Any) -> tuple[Callable[..., None], Any, Any]:
     """What launches a compiled Triton kernel: run, the function, and what run is told of it."""
     made._init_handles()
     return made.run, made.function, made.packed_metadata
+
+
+def python_operator(
+    name: str, function: Callable[..., Tensor], schema: str, stand_in: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    """An operator that calls a Python function wherever a compiled model comes to it. Inductor ends the CUDA graph
+    before it, and begins another one after it (`runs_between_cuda_graphs`)."""
+    tags = () if _UNSAFE is None else (_UNSAFE,)
+    made = torch.library.custom_op(name, function, mutates_args=(), schema=schema, tags=tags)
+    made.register_fake(stand_in)
+    return made
+
+
+_UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
+
+
+def runs_between_cuda_graphs(options: Mapping[str, Any]) -> bool:
+    """Whether inductor, with the user's options, cuts CUDA graphs where such an operator is."""
+    inductor: Any = sys.modules.get("torch._inductor.config")
+    usual = getattr(inductor, "graph_partition", False)
+    return _UNSAFE is not None and bool(options.get("graph_partition", usual))
 
 
 _linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None

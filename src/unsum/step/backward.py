@@ -100,7 +100,7 @@ class Step:
                 reducer.prepare(lambda: sizes_of(plan, nodes), lambda: [p.device for p in setting.wanted.values()])
         self._skipped = self._find_skipped()
         self._collector = Collector(
-            plan, setting.wanted, setting.names, options.reducers,
+            plan, setting.parameters, setting.names, options.reducers,
             keep=options.keep, scale=reducing.scale, check=planned.is_checked,
             skipped=self._skipped if options.grad else frozenset(),
             only=None if not call.inputs else {id(given) for given in call.inputs if isinstance(given, Tensor)},
@@ -121,6 +121,7 @@ class Step:
         """What waits at the nodes of a graph: of this backward, or of one that a node runs inside it."""
         if self._arrived is not None:
             self._arrived.rounding = max(self._arrived.rounding, plan.rounding)
+            self._arrived.listen(plan, nodes)
         run = Run(plan, nodes, self._setting, self._collector)
         self._sums.append(run.sums)
         return run
@@ -132,8 +133,9 @@ class Step:
         if not self._options.grad:  # set aside, or torch would add to it in place
             names = self._found.names
             self._put_back = [(p, p.grad) for p in (*names.parameters.values(), *names.parts.values())]
-            for parameter, _ in self._put_back:
-                parameter.grad = None
+            for parameter, stored in self._put_back:
+                if stored is not None:
+                    parameter.grad = None
         return self._skipped
 
     def end(self, *, failed: bool) -> None:
@@ -148,8 +150,9 @@ class Step:
             self._arrived.check(self._collector.found)
         for sums in self._sums:
             sums.check()
-        self._collector.finish()
-        self._delivery.finish()
+        with torch.no_grad():  # what is held may be tensors of the graph
+            self._collector.finish()
+            self._delivery.finish()
         self._found.take_in(self._collector, self.reducing.calls, self.reducing.scale, self.reducing.unscale)
 
     def _find_skipped(self) -> frozenset[str]:
@@ -167,9 +170,7 @@ class Step:
         else:
             skipped = plan.cheap if any(getattr(r, "sums", False) for r in options.reducers) else frozenset()
             if [getattr(r, "wants", None) for r in options.reducers] == [SQ_NORMS] and not options.keep:
-                parameters = {self._setting.names[key]: parameter for key, parameter in wanted.items()}
-                for team in served(plan, self.planned.nodes, parameters):
-                    skipped = skipped - team.parameters
+                skipped = skipped - served(plan, self.planned.nodes, self._setting.parameters).parameters
         if not skipped or _listens_to_all():
             return frozenset()
         if not _are_listened(list(wanted.values())):

@@ -16,10 +16,9 @@ from unsum.factors.stacked import Layers
 from unsum.factors.total import Term
 from unsum.graph.nodes import Node
 from unsum.learn.refusals import MARK
-from unsum.plan.plan import Meeting, Plan, Route
-from unsum.reducers import SQ_NORMS, Reducer
-from unsum.step.lanes import Lanes, Waiting, small
-from unsum.step.launches import served
+from unsum.plan.plan import Ends, Meeting, Plan, Route
+from unsum.reducers import SQ_NORMS, Reducer, WeightedSum
+from unsum.step.lanes import Lanes, Waiting, small, waits
 from unsum.step.recordings import Digests
 from unsum.step.unchanged import Held, refuse_changed, versions
 
@@ -33,7 +32,7 @@ class Collector:
     def __init__(
         self,
         plan: Plan,
-        wanted: Mapping[int, nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
         names: Mapping[int, str],
         reducers: Sequence[Reducer],
         *,
@@ -51,14 +50,14 @@ class Collector:
         self.meetings: dict[int, Mapping[Meeting, None]] = {}
         self.versions: dict[int, Held] = {}  # of the tensors that are held, as they came
         self._unknown: dict[str, None] = {}
-        self._plan, self._wanted, self._names = plan, wanted, names
+        self._plan, self._parameters, self._names = plan, parameters, names
         self._reducers, self._keep, self._scale, self._check = reducers, keep, scale, check
         self._sums: dict[int, Tensor] = {}
         self._skipped, self._only, self._deliver = skipped, only, deliver
         self._came: dict[int, int] = {}
         self._done: set[int] = set()
-        self._alone = self._find_alone()
-        self._keys = {name: key for key, name in names.items()}
+        self._alone = frozenset() if keep or check else plan.alone
+        self.clips = self._only_clips() if eager else None
         self._forming: list[Any] = [r for r in reducers if hasattr(r, "forms")]
         wants = tuple([getattr(reducer, "wants", None) for reducer in reducers])
         self._wants = wants if eager and None not in wants and not (keep or check) and only is None else ()
@@ -73,12 +72,13 @@ class Collector:
         """Where meetings of this graph wait for others; None if none does."""
         if not self._wants or not plan.together:
             return None
-        parameters = {name: self._wanted[key] for key, name in self._names.items()}
-        launched = served(plan, nodes, parameters) if self._wants == (SQ_NORMS,) else {}
-        launched = {team: each for team, each in launched.items() if self._skipped.isdisjoint(team.parameters)}
-        lanes = Lanes(plan, nodes, parameters, launched, self._wants, self._scale, self)
+        parameters = self._parameters
+        wait = waits(plan, nodes, parameters, self._skipped, norms_alone=self._wants == (SQ_NORMS,))
+        if not wait.teams:
+            return None
+        lanes = Lanes(plan, nodes, parameters, wait, self._wants, self._scale, self)
         self._lanes.append(lanes)
-        return lanes if lanes.waits else None
+        return lanes
 
     def digests(self, plan: Plan, nodes: Sequence[Node]) -> Digests | None:
         """What takes meetings by recordings, where numbers are read and nothing is held. Not when sizes are new: they
@@ -86,25 +86,58 @@ class Collector:
         if len(plan.uses) < 2:
             plan.uses.append(None)
         readers: Sequence[Any] = self._reducers
-        if not self._wants or not plan.lasting or len(plan.uses) == 1 or not all(hasattr(r, "read") for r in readers):
+        parameters = self._parameters
+        clips = self.clips
+        if not self._wants or not plan.lasting or len(plan.uses) == 1:
+            return None
+        if clips is None and not all(hasattr(reader, "read") for reader in readers):
             return None
 
         def put(route: Route, name: str, values: Sequence[Tensor]) -> None:
-            self._arrived([route])
+            key = id(parameters[name])
+            self._done.add(key)
+            self.meetings[key] = route.met
             for reducer, value in zip(readers, values, strict=False):  # none of what waits
                 reducer.receive((name,), value if self._scale is None else value * self._scale**reducer.power)
 
-        parameters = {name: self._wanted[key] for key, name in self._names.items()}
-        return Digests(plan, nodes, parameters, readers, self._skipped, self._waiting, put, self._deliver)
+        def hold(route: Route, name: str, squares: Tensor, kind: Term) -> None:
+            key, parameter = id(parameters[name]), parameters[name]
+            self._done.add(key)
+            self.meetings[key] = route.met
+            share = GroupFactors(self.n, [kind], self._scale, versions(kind))
+            assert clips is not None
+            clips.hold(name, self._scaled(squares), Factors(name, parameter, [share], is_over=False))
 
-    def take_squares(self, routes: Sequence[Route], squares: Tensor) -> None:
-        """(layers, n): the squared norms of the parameters at the ends of these ways."""
+        waiting, skipped = self._waiting, self._skipped
+        readers = readers if clips is None else ()
+        return Digests(plan, nodes, parameters, readers, clips, skipped, waiting, put, hold, self._deliver)
+
+    def _only_clips(self) -> WeightedSum | None:
+        """The only reducer, if it takes what is held of gradients until weights come from the norms."""
+        first: Any = self._reducers[0] if len(self._reducers) == 1 else None
+        return first if getattr(first, "takes_held", False) else None
+
+    def forms(self, names: Sequence[str]) -> tuple[bool, bool]:
+        """Whether the gradients of these parameters are to be formed, and whether sums of some are wanted."""
+        assert self.clips is not None
+        return all(map(self.clips.forms, names)), not self._skipped.isdisjoint(names)
+
+    def take_held(self, ends: Ends, layers: Layers, sums: Tensor | None) -> None:
+        """The gradients of these parameters as they are to be held, and their sums if they are wanted."""
+        assert self.clips is not None
+        self._arrived(ends)
+        self.clips.take_layers(layers)
+        self._deliver_sums(layers.names, sums)
+
+    def take_squares(self, ends: Ends, squares: Tensor) -> None:
+        """(layers, n): the squared norms of these parameters."""
         norms: Any = self._reducers[0]
-        norms.receive(self._arrived(routes), self._scaled(squares))
+        self._arrived(ends)
+        norms.receive(ends.names, self._scaled(squares))
 
-    def take_layers(self, routes: Sequence[Route], layers: Layers) -> None:
-        """The gradients of the parameters at the ends of these ways."""
-        self._arrived(routes)
+    def take_layers(self, ends: Ends, layers: Layers) -> None:
+        """The gradients of these parameters."""
+        self._arrived(ends)
         self._take_layers(layers)
 
     def compare(self, layers: Layers, last: Layers) -> None:
@@ -124,46 +157,49 @@ class Collector:
                     "samples.\n  a reducer that reads otherwise says wants = None, and `take` is called"
                 )
 
-    def _arrived(self, routes: Sequence[Route]) -> list[str]:
+    def _arrived(self, ends: Ends) -> None:
         """All that comes to these parameters is there."""
-        names = [str(route.parameter) for route in routes]
-        met = {self._keys[name]: route.met for name, route in zip(names, routes, strict=True)}
-        self._done |= met.keys()
-        self.meetings |= met
-        return names
+        parameters = self._parameters
+        keys = [id(parameters[name]) for name in ends.names]
+        self._done.update(keys)
+        self.meetings.update(zip(keys, ends.met, strict=True))
 
     def _take_layers(self, layers: Layers) -> None:
-        wanted = [name in self._skipped for name in layers.names]
+        wanted = [name in self._skipped for name in layers.names] if self._skipped else []
         forming = [r for r in self._forming if all(map(r.forms, layers.names))]
         formed = layers.formed() if forming else layers  # norms come with it
         sums = formed.sums() if any(wanted) else None
         reducers: Sequence[Any] = self._reducers
         for reducer in reducers:
             reducer.take_layers(formed if reducer in forming else layers)
+        self._deliver_sums(layers.names, sums)
+
+    def _deliver_sums(self, names: Sequence[str], sums: Tensor | None) -> None:
+        """The weight gradients that torch was spared, of these parameters."""
         if sums is not None:
-            given = [(k, s) for k, s, w in zip(layers.names, sums.unbind(), wanted, strict=True) if w]
-            self._deliver([self._wanted[self._keys[name]] for name, _ in given], [each for _, each in given])
+            given = [(name, own) for name, own in zip(names, sums.unbind(), strict=True) if name in self._skipped]
+            self._deliver([self._parameters[name] for name, _ in given], [each for _, each in given])
 
     def meet(self, parameter: Tensor, meetings: Mapping[Meeting, None], kind: Term) -> None:
         """The samples' gradients of a parameter, from these meetings."""
         key = id(parameter)
-        if key in self._alone:
+        name = self._names.get(key)
+        if name is None or (self._only is not None and key not in self._only):
+            return
+        if name in self._alone:
             self._done.add(key)
             self.meetings[key] = meetings
             if self._waiting is not None and (values := small(kind)) is not None:
-                self._waiting.add(self._names[key], self._wanted[key], values)
+                self._waiting.add(name, self._parameters[name], values)
             elif self._wants == (SQ_NORMS,):
-                self._norms_of(key, kind)
+                self._norms_of(name, kind)
             else:
                 self._hand_over(key, [kind], versions(kind) if self._forming else [])
-            return
-        if key not in self._names or (self._only is not None and key not in self._only):
             return
         self.kinds.setdefault(key, []).append(kind)
         self.versions.setdefault(key, []).extend(versions(kind))
         self.meetings[key] = {**self.meetings.get(key, {}), **meetings}
         self._came[key] = self._came.get(key, 0) + 1
-        name = self._names[key]
         if name not in self._plan.late and self._came[key] == self._plan.expected.get(name):
             self._complete(key)
 
@@ -198,11 +234,12 @@ class Collector:
             if waiting is not None:
                 waiting.flush()
         self._lanes, self._waiting = [], None  # which know this object: a circle would hold the graph until it is found
-        left = {key: name for key, name in self._names.items() if key not in self._done}
+        is_all = self._names.keys() <= self._done
+        left = [] if is_all else [name for key, name in self._names.items() if key not in self._done]
         for reducer in self._reducers:
-            for key, name in left.items():  # there, with zeros
-                reducer.take(name, Factors(name, self._wanted[key], [GroupFactors(self.n)], is_over=False))
-            reducer.end(list(left.values()))
+            for name in left:  # there, with zeros
+                reducer.take(name, Factors(name, self._parameters[name], [GroupFactors(self.n)], is_over=False))
+            reducer.end(list(left))
 
     def found(self, key: int) -> Tensor | None:
         """The sum of all that came to a parameter, samples' and nobody's; None if nothing is held of it."""
@@ -210,20 +247,12 @@ class Collector:
         parts += [self.nobodys[key]] if key in self.nobodys else []
         return sum(parts[1:], parts[0]) if parts else None
 
-    def _find_alone(self) -> frozenset[int]:
-        """The parameters whose factors come once, and are not held."""
-        if self._keep or self._check:
-            return frozenset()
-        alone = self._plan.alone
-        wanted = [key for key, name in self._names.items() if name in alone]
-        return frozenset(key for key in wanted if self._only is None or key in self._only)
-
-    def _norms_of(self, key: int, kind: Term) -> None:
+    def _norms_of(self, name: str, kind: Term) -> None:
         """Norms are all that is wanted."""
-        name, norms = self._names[key], self._reducers[0]
+        norms = self._reducers[0]
         if name in self._skipped:
             sq, summed = kind.norms_and_sum(in_parts=True) if isinstance(kind, Outer) else kind.norms_and_sum()
-            self._deliver([self._wanted[key]], [summed])
+            self._deliver([self._parameters[name]], [summed])
         else:
             sq = kind.sq_norms()
         norms.receive((name,), self._scaled(sq))  # type: ignore[attr-defined]
@@ -242,7 +271,8 @@ class Collector:
 
     def _hand_over(self, key: int, kinds: list[Term], held: Held) -> None:
         """All factors of a parameter, to the reducers."""
-        name, parameter = self._names[key], self._wanted[key]
+        name = self._names[key]
+        parameter = self._parameters[name]
         factors = formed = Factors(name, parameter, [GroupFactors(self.n, kinds, self._scale, held)], is_over=False)
         if name in self._skipped:
             if any(reducer.forms(name) for reducer in self._forming):

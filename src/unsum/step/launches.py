@@ -3,7 +3,7 @@ weights' own gradients stay torch's."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Generic, TypeVar
@@ -16,7 +16,8 @@ from unsum.factors.outer import Outer
 from unsum.factors.scale import Scale
 from unsum.graph.nodes import Node
 from unsum.kernels import grouped
-from unsum.plan.plan import Plan
+from unsum.plan.plan import Ends, Plan, Route
+from unsum.plan.skeleton import picker
 from unsum.plan.teams import Team
 from unsum.rules.registry import Call
 from unsum.rules.to_parameter import finished
@@ -34,11 +35,16 @@ class _Launch(Generic[T]):
     t: Any
     whose: list[T] = field(default_factory=list)
     beside: dict[int, T] = field(default_factory=dict)  # whose shift comes with a scale, by the scale's row
-    columns: list[list[Tensor]] = field(default_factory=list)
+    columns: list[list[Any]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The function that gives the norms."""
+        return f"{self.way}_sq_norms"
 
 
 class Launches(Generic[T]):
-    """Waits with tensors until `norms` launches one kernel for all of a way."""
+    """Sorts tensors, or what stands for them, into launches: one for all of a way."""
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, _Launch[T]] = {}
@@ -46,7 +52,7 @@ class Launches(Generic[T]):
         self._scales: dict[int, list[tuple[_Launch[T], int]]] = {}
 
     def add(
-        self, way: Way, n: Any, t: Any, alike: Hashable, whose: Sequence[T], columns: Sequence[Sequence[Tensor]]
+        self, way: Way, n: Any, t: Any, alike: Hashable, whose: Sequence[T], columns: Sequence[Sequence[Any]]
     ) -> None:
         """The tensors of these parameters, in columns. `alike`: only those that say the same may share a launch."""
         if way == "shift" and self._scales:
@@ -63,10 +69,10 @@ class Launches(Generic[T]):
         for held, column in zip(launch.columns, columns, strict=True):
             held.extend(column)
 
-    def _beside_scales(self, whose: Sequence[T], deltas: Sequence[Tensor]) -> tuple[list[T], list[list[Tensor]]]:
+    def _beside_scales(self, whose: Sequence[T], deltas: Sequence[Any]) -> tuple[list[T], list[list[Any]]]:
         """Shifts come with the scale of their norm layer, each scale with one. Returns those without one."""
         names: list[T] = []
-        rest: list[Tensor] = []
+        rest: list[Any] = []
         for name, delta in zip(whose, deltas, strict=True):
             if waiting := self._scales.get(id(delta)):
                 launch, row = waiting.pop(0)
@@ -76,20 +82,81 @@ class Launches(Generic[T]):
                 rest.append(delta)
         return names, [rest]
 
-    def norms(self, *, traced: bool = False) -> Iterator[tuple[list[T], Tensor]]:
-        """Whose, and their squared norms (layers, n); nothing waits any longer."""
+    def sorted(self) -> list[_Launch[T]]:
+        """The launches; nothing waits any longer."""
         waiting, self._waiting, self._scales = self._waiting, {}, {}
-        for launch in waiting.values():
-            name = f"{launch.way}_sq_norms"
-            if traced:
-                found = getattr(grouped, name)(*launch.columns, launch.n, launch.t)
-            else:
-                found = grouped.launched(f"grouped_{name}", *launch.columns, n=launch.n, t=launch.t)
+        return list(waiting.values())
+
+    def norms(self, *, kept: bool) -> Iterator[tuple[list[T], Tensor]]:
+        """Whose, and their squared norms (layers, n), as operators that torch writes down; nothing waits any longer.
+        `kept`: their tables may stay in memory, as they may not in a CUDA graph."""
+        for launch in self.sorted():
+            found = getattr(grouped, launch.name)(*launch.columns, launch.n, launch.t, kept)
             scales, shifts = found if launch.way == "norm" else (found, found)
             yield launch.whose, scales
             if launch.beside:
                 have = sorted(launch.beside)
                 yield [launch.beside[k] for k in have], shifts if len(have) == len(launch.whose) else shifts[have]
+
+
+# ---- what waits in a backward --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Ready:
+    """A launch, as it is made in every backward."""
+
+    kernel: str
+    n: int
+    t: int
+    pick: Sequence[Callable[[Sequence[Tensor]], Sequence[Tensor]]]  # a column each, from all that was left
+    ends: Ends
+    beside: Ends | None  # shifts that come with these scales
+    rows: list[int] | None  # of which of them; None: of all
+
+    def norms(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Ends, Tensor]]:
+        """Squared norms (layers, n), from what was left."""
+        found = grouped.launched(self.kernel, *[pick(tensors) for pick in self.pick], n=self.n, t=self.t)
+        scales, shifts = found if isinstance(found, tuple) else (found, found)
+        yield self.ends, scales
+        if self.beside is not None:
+            yield self.beside, shifts if self.rows is None else shifts[self.rows]
+
+
+@dataclass(frozen=True, eq=False)
+class Arrangement:
+    """Which of the tensors that meetings have left goes to which launch: found out once for meetings that come in this
+    order."""
+
+    deltas: Callable[[Sequence[Any]], Sequence[Tensor]]  # from all that was left
+    launches: Sequence[_Ready]
+    teams: Sequence[tuple[Team, int, range]]  # each with the first place that came, and where its tensors are
+
+
+def arranged(plan: Plan, came: Sequence[int], waits: Mapping[int, Team], served: Mapping[Team, Served]) -> Arrangement:
+    """For meetings at these places, each of which leaves δ and its team's saved tensors."""
+    launches: Launches[Route] = Launches()
+    lies: dict[Team, list[tuple[int, range]]] = {}  # where the tensors of each meeting are
+    deltas: list[int] = []
+    size = 0
+    for place in came:
+        team = waits[place]
+        deltas.append(size)
+        lies.setdefault(team, []).append((place, range(size, size := size + 1 + len(team.reads))))
+    slots = list(range(size))  # in place of tensors: the same object for the same tensor
+    for team, each in lies.items():
+        ready = served[team]
+        for form in ready.forms:
+            whose = [plan.routes[place][form.route] for place, _ in each]
+            columns = [[slots[where[c]] for _, where in each] for c in form.columns]
+            launches.add(form.way, plan.n, ready.t, form.alike, whose, columns)
+    found = []
+    for launch in launches.sorted():
+        have, pick = sorted(launch.beside), [picker(column) for column in launch.columns]
+        beside = Ends([launch.beside[k] for k in have]) if have else None
+        rows = None if len(have) == len(launch.whose) else have
+        found.append(_Ready(f"grouped_{launch.name}", launch.n, launch.t, pick, Ends(launch.whose), beside, rows))
+    return Arrangement(picker(deltas), found, [(team, *each[0]) for team, each in lies.items()])
 
 
 # ---- which meetings of a plan are served so -------------------------------------------------------------------------
@@ -114,19 +181,30 @@ class Served:
     numels: tuple[int, ...]  # how many numbers each of the saved tensors has
 
 
-def served(plan: Plan, nodes: Sequence[Node], parameters: Mapping[str, nn.Parameter]) -> Mapping[Team, Served]:
-    """The teams whose norms come from launches; found once for a plan and a device."""
+@dataclass(frozen=True, eq=False)
+class Teams:
+    """The teams of a plan whose norms come from launches."""
+
+    served: Mapping[Team, Served]
+    parameters: frozenset[str]
+
+
+_NONE = Teams({}, frozenset())
+
+
+def served(plan: Plan, nodes: Sequence[Node], parameters: Mapping[str, nn.Parameter]) -> Teams:
+    """The teams whose norms come from launches; found once for a plan, these parameters and a device."""
     device = next((p.device for p in parameters.values()), torch.device("cpu"))
     if not grouped.ROWS.get(device.type, 0):
-        return {}
-    if device not in plan.grouped:
-        plan.grouped[device] = {
-            team: found
-            for team in dict.fromkeys(plan.together.values())
-            if (found := _served(team, nodes[team.places[0]], parameters, device)) is not None
-        }
-    known: Mapping[Team, Served] = plan.grouped[device]
-    return {team: found for team, found in known.items() if parameters.keys() >= team.parameters}
+        return _NONE
+    key = device, *parameters
+    known: Teams | None = plan.grouped.get(key)
+    if known is None:
+        teams = dict.fromkeys(plan.together.values())
+        found = {team: _served(team, nodes[team.places[0]], parameters, device) for team in teams}
+        own = {team: each for team, each in found.items() if each is not None}
+        known = plan.grouped[key] = Teams(own, frozenset().union(*[team.parameters for team in own]))
+    return known
 
 
 def _served(team: Team, node: Node, parameters: Mapping[str, nn.Parameter], device: torch.device) -> Served | None:

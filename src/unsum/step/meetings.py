@@ -35,6 +35,7 @@ from unsum.plan.plan import Meeting, Plan, Route
 from unsum.rules.registry import Call
 from unsum.rules.to_parameter import cast, finished, follow
 from unsum.seams.nodes import outputs_of
+from unsum.step import channels_last
 from unsum.step.lanes import Lanes
 from unsum.step.recordings import Digests
 
@@ -77,7 +78,7 @@ class Run:
         self.plan, self._to, self._setting = plan, to, setting
         self._nodes = nodes
         self._mixed = {nodes[place] for place in plan.mixed}
-        self._parameters = {name: setting.wanted[key] for key, name in setting.names.items()}
+        self._parameters = setting.parameters
         self.hidden = {nodes[place]: list(owners) for place, owners in plan.hidden.items()}
         self._streams: dict[Node, Streams] = {}
         self._origins: dict[Node, dict[Meeting, None]] = {}  # where the streams of a node without owners met data
@@ -96,16 +97,20 @@ class Run:
             self._handles.append(seams.after_node(node, lambda results, grads: seams.unwatch(self._setting.sides)))
         self._lanes = None if self._doubts else self._to.lanes(self.plan, self._nodes)
         self._digests = None if self._doubts else self._to.digests(self.plan, self._nodes)
-        waits: Container[int] = () if self._lanes is None else self._lanes.waits
+        waits: Container[int] = () if self._lanes is None else self._lanes.places
         ruled: Container[int] = () if self._doubts else self.plan.ruled
         hooks: list[Callable[[int, Any], None]] = [self._waiting, self._ruled, self._owned, self._passed, self._nobodys]
         if saved is not None:
             hooks = [saved.read_by(hook) for hook in hooks]
         wait, rule, own, passed, nobodys = hooks  # one of each, not one for each node
-        ways = [
+        owned = [self._nodes[place] for place in self.plan.owned]
+        ways: list[Callable[[Grads], Any]] = [
             partial(wait if place in waits else rule if place in ruled else own, place) for place in self.plan.owned
         ]
-        self._handles += seams.on_nodes([self._nodes[place] for place in self.plan.owned], ways)
+        first = next(iter(self._parameters.values()), None)
+        if saved is None and first is not None and first.device.type in channels_last.DEVICES:
+            ways = [channels_last.handing_on(node, way) for node, way in zip(owned, ways, strict=True)]
+        self._handles += seams.on_nodes(owned, ways)
         for places, then in (
             (self.plan.streamed, passed), (self.plan.nobodys, nobodys)
         ):  # fmt: skip
@@ -133,13 +138,13 @@ class Run:
         """The shortest way: the meeting leaves what others of its shape leave."""
         delta = grads[0]
         assert self._lanes is not None
-        if delta is None or any([grad is not None for grad in grads[1:]]) or not self._lanes.add(place, delta):  # noqa: C419
+        if delta is None or (len(grads) > 1 and not _is_alone(grads)) or not self._lanes.add(place, delta):
             (self._ruled if place in self.plan.ruled else self._owned)(place, grads)
 
     def _ruled(self, place: int, grads: Grads) -> None:
         """The short way, where rules lead straight to parameters and nothing is in doubt."""
         delta = grads[0]
-        if delta is None or not delta.numel() or any([grad is not None for grad in grads[1:]]):  # noqa: C419
+        if delta is None or not delta.numel() or not _is_alone(grads):
             self._owned(place, grads)
             return
         if self._digests is not None and self._digests.take(place, delta):
@@ -278,6 +283,14 @@ class Run:
         _, values, known = self._formed[id(parameter)]
         known.update(origins)
         values[sample] += value
+
+
+def _is_alone(grads: Grads) -> bool:
+    """Whether only a node's first result got a gradient."""
+    for grad in grads[1:]:  # noqa: SIM110 - for every meeting of every step: a generator takes longer
+        if grad is not None:
+            return False
+    return True
 
 
 def _zeros(node: Node) -> Tensor:

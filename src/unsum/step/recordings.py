@@ -18,14 +18,17 @@ from torch import Tensor, nn
 
 from unsum.factors.factors import Factors, GroupFactors
 from unsum.factors.outer import Outer
+from unsum.factors.total import Term
 from unsum.graph.layout import Layout, Mapped, Regular
 from unsum.graph.nodes import Node
 from unsum.kernels import fused, recorded
 from unsum.plan.plan import Plan, Route
 from unsum.plan.signature import plain
-from unsum.reducers import SQ_NORMS, Reading
+from unsum.reducers import SQ_NORMS, Reading, WeightedSum
 from unsum.rules.registry import Call
 from unsum.rules.to_parameter import finished
+from unsum.seams.modes import rounding_in_hooks
+from unsum.step.held import Form, taken_apart
 from unsum.step.lanes import Waiting, small
 
 log = logging.getLogger("unsum")
@@ -45,6 +48,7 @@ class Recording:
     maps: bool = False  # whether it needs whose the rows are, which differs from batch to batch
     waits: tuple[bool, ...] = ()  # of each parameter: whether what comes are gradients that wait for others
     squares: tuple[bool, ...] = ()  # of each tensor that comes: whether it is squared norms
+    held: tuple[Form, ...] = ()  # of each parameter whose gradients are held: how they are made of what comes
     misses: int = 0
 
 
@@ -58,7 +62,8 @@ class ServedMeeting:
 
 class Digests:
     """The meetings of one backward that recordings serve. `put` gets a parameter's name and what its reducers read of
-    it; `deliver` parameters and sums over samples."""
+    it; `deliver` parameters and sums over samples. Where `clips` is given, the sum whose weights come from the norms,
+    nothing is read: `hold` gets a parameter's squared norms, and what is to be held of its gradients."""
 
     def __init__(
         self,
@@ -66,17 +71,19 @@ class Digests:
         nodes: Sequence[Node],
         parameters: Mapping[str, nn.Parameter],
         reducers: Sequence[Reading],
+        clips: WeightedSum | None,
         skipped: frozenset[str],
         waiting: Waiting | None,
         put: Callable[[Route, str, Sequence[Tensor]], None],
+        hold: Callable[[Route, str, Tensor, Term], None],
         deliver: Callable[[Sequence[nn.Parameter], Sequence[Tensor]], None],
     ) -> None:
         self._plan, self._nodes, self._parameters = plan, nodes, parameters
-        self._reducers, self._skipped, self._waiting = reducers, skipped, waiting
+        self._reducers, self._clips, self._skipped, self._waiting = reducers, clips, skipped, waiting
         self._squared = [reducer.wants for reducer in reducers] == [SQ_NORMS]
-        self._put, self._deliver = put, deliver
-        forms = tuple([reducer.wants for reducer in reducers])
-        config = (waiting is None, forms, fused.is_installed(), skipped)
+        self._put, self._hold, self._deliver = put, hold, deliver
+        forms: Hashable = tuple([reducer.wants for reducer in reducers]) if clips is None else clips.held_by_factors
+        config = (waiting is None, forms, fused.is_installed(), skipped, rounding_in_hooks())
         self._by_name = any(reducer.by_name for reducer in reducers)
         self._served: dict[Any, Any] = plan.recordings.setdefault(config, {})
 
@@ -146,6 +153,7 @@ class Digests:
         return (
             route.rule.name, route.edge, route.shape, route.turned, _as_key(route.by.layout), route.by.n, route.by.lead,
             parameter.shape, parameter.dtype, wants_sum, name if self._by_name else None,
+            self._clips is not None and self._clips.forms(name),
         )  # fmt: skip
 
     def _prepare(self, served: ServedMeeting, at: int, delta: Tensor) -> bool:
@@ -195,10 +203,11 @@ class Digests:
         found: list[Tensor] = []
         waits: list[bool] = []
         squares: list[bool] = []
+        held: list[Form] = []
         for route, name, wants_sum in served.wanted:
             parameter = self._parameters[name]
             by = replace(route.by)  # without what was found out of it before
-            kind = route.rule.make(Call(node, delta, by, route.shape, False, memo, is_kept=False))
+            kind = route.rule.make(Call(node, delta, by, route.shape, False, memo, is_kept=self._clips is not None))
             if kind is None:
                 raise recorded.NotRecordable("a rule that does not hold")
             kind = finished(kind, parameter, turned=route.turned)
@@ -207,6 +216,9 @@ class Digests:
             if formed is not None:
                 found.append(formed)
                 squares.append(False)
+            elif self._clips is not None:
+                found += _to_hold(kind, held, forms=self._clips.forms(name), wants_sum=wants_sum)
+                squares += [False] * (len(found) - len(squares))
             elif not self._squared:
                 factors = Factors(name, parameter, [GroupFactors(self._plan.n, [kind])], is_over=False)
                 sums = [factors.norms_and_sum()[1]] if wants_sum else []
@@ -218,12 +230,12 @@ class Digests:
             else:
                 found.append(kind.sq_norms())
                 squares.append(True)
-        served.known.waits, served.known.squares = tuple(waits), tuple(squares)
+        served.known.waits, served.known.squares, served.known.held = tuple(waits), tuple(squares), tuple(held)
         return found
 
     def _hand(self, served: ServedMeeting, found: Sequence[Tensor]) -> None:
         """To whom it belongs."""
-        at, count = 0, len(self._reducers)
+        at, count, held = 0, len(self._reducers), iter(served.known.held)
         for (route, name, wants_sum), waits in zip(served.wanted, served.known.waits, strict=True):
             if waits:
                 self._put(route, name, ())
@@ -231,11 +243,30 @@ class Digests:
                 self._waiting.add(name, self._parameters[name], found[at])
                 at += 1
                 continue
-            self._put(route, name, found[at : at + count])
-            at += count
+            if self._clips is None:
+                self._put(route, name, found[at : at + count])
+                at += count
+            else:
+                kept = next(held)
+                end = at + 1 + len(kept.names)
+                self._hold(route, name, found[at], kept.made(found[at + 1 : end]))
+                at = end
             if wants_sum:
                 self._deliver((self._parameters[name],), (found[at],))
                 at += 1
+
+
+def _to_hold(kind: Term, held: list[Form], *, forms: bool, wants_sum: bool) -> list[Tensor]:
+    """Squared norms, the tensors of what is to be held, and the sum over samples if it is wanted. `held` gets its
+    form."""
+    made = kind.norms_and_each(want_sum=wants_sum) if forms else None
+    if made is not None:
+        squares, total, kind = made
+    else:
+        squares, total = kind.norms_and_sum() if wants_sum else (kind.sq_norms(), None)
+    form, tensors = taken_apart(kind)
+    held.append(form)
+    return [squares, *tensors, *([] if total is None else [total])]
 
 
 def _unsummed(tape: recorded.Tape, found: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -102,8 +103,9 @@ def _expanded(indices: tuple[Tensor | None, ...]) -> Indices:
     return found
 
 
-def _sent_again(at: At, index: Tensor) -> Layout | None:
-    """The same for rows that were judged before, in as few steps as can be: this is done in every batch."""
+def _sent_again(at: At, index: Tensor, *, others: bool) -> Layout | None:
+    """The same for rows that were judged before, in as few steps as can be: this is done in every batch. `others`:
+    whether there are indices of further dimensions, which matter only where samples are no blocks of rows."""
     layout, n, size = at.layout, at.journey.n, at.arg[0]
     expected = (at.journey.expected or {}).get((at.node, at.edge), "")
     if isinstance(layout, Regular):
@@ -118,7 +120,7 @@ def _sent_again(at: At, index: Tensor) -> Layout | None:
     if expected == "0" and size % n == 0:
         at.journey.holds.append((_rows(size, n, size // n, index.device)[index] == rows).all())
         return Regular(at.arg, n, 0, size // n)
-    if expected != "rows":
+    if expected != "rows" or others:
         return None
     sent = rows.new_full((size,), UNSEEN).scatter_(0, index, rows)
     at.journey.holds.append((sent >= 0).all())
@@ -134,21 +136,16 @@ def _rows(size: int, n: int, block: int, device: torch.device) -> Tensor:
 
 def _sent(at: At, indices: Indices) -> Layout | Answer:
     """The argument of which rows were taken: what arrives at a row of the result is sent to the row it came from."""
-    only = indices[0]
-    if (
-        at.journey.expected is not None
-        and only is not None
-        and only.dim() == 1
-        and indices[1:].count(None) == len(indices) - 1
-    ):
-        again = _sent_again(at, only.long())
+    given = [each for each in indices if each is not None]
+    if at.journey.expected is not None and indices[0] is not None and _are_rows(given, indices):
+        again = _sent_again(at, given[0].long(), others=len(given) > 1)
         if again is not None:
             return again
-    given = [k for k, each in enumerate(indices) if each is not None]
-    count = len(given)
-    shape = torch.broadcast_shapes(*[each.shape for each in indices if each is not None])
-    is_block = given == list(range(given[0], given[0] + count))
-    first = given[0] if is_block else 0  # of the index's dimensions in the result
+    dims = [k for k, each in enumerate(indices) if each is not None]
+    count = len(dims)
+    shape = torch.broadcast_shapes(*[each.shape for each in given])
+    is_block = dims == list(range(dims[0], dims[0] + count))
+    first = dims[0] if is_block else 0  # of the index's dimensions in the result
     last = first + len(shape)
     layout = at.layout
     if isinstance(layout, Regular) and not first <= layout.dim < last:
@@ -157,14 +154,14 @@ def _sent(at: At, indices: Indices) -> Layout | Answer:
         return at.along(layout.dim if layout.dim < first else layout.dim - len(shape) + count)
     if not is_block or (isinstance(layout, Mapped) and (layout.map.dim() > last or first)):
         return at.same_if(isinstance(layout, Mapped) and layout.map.dim() <= first and is_block)
-    device = next(each.device for each in indices if each is not None)
+    device = given[0].device
     if isinstance(layout, Regular):
         view = [-1 if d == layout.dim else 1 for d in range(first, last)]
         owner = layout.along(device).int().view(view).expand(shape)
     else:
         owner = layout.map.to(device).view((*layout.map.shape, *(1 for _ in shape[layout.map.dim() :]))).expand(shape)
     sizes = at.arg[first : first + count]
-    places = [each.long().expand(shape) for each in indices if each is not None]
+    places = [each.long().expand(shape) for each in given]
     flat = torch.zeros((), dtype=torch.long, device=device)
     for place, size in zip(places, sizes, strict=True):
         flat = flat * size + place % max(size, 1)  # negative ones count from the end
@@ -184,6 +181,11 @@ def _sent(at: At, indices: Indices) -> Layout | Answer:
     if count == 1:
         return _moved(at, sent, 0, held)
     return _settled(at, Mapped(sent.view(sizes), at.arg[count:]))
+
+
+def _are_rows(given: Sequence[Tensor], indices: Indices) -> bool:
+    """Whether the first dimensions are indexed, by as many numbers each, and no other."""
+    return len({each.shape for each in given}) == 1 and given[0].dim() == 1 and None not in indices[: len(given)]
 
 
 def _held(at: At, flat: Tensor, total: int) -> Tensor | None:

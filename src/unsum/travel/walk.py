@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from unsum.graph.layout import NOBODY, Layout, Mapped, Regular, complete
 from unsum.graph.nodes import Edge, Node, is_custom, is_leaf
@@ -94,7 +95,8 @@ def walk(
 INDEXED = frozenset({"Index", "UnsafeIndex", "IndexSelect", "IndexAdd", "IndexCopy", "IndexPut", "IndexPutImpl"})
 
 
-# Layers that see several numbers of their input at once. Where that is raw, no gradient shows whose it was.
+# Layers that see several numbers of their input at once. Where that is raw, no gradient shows whose it was; where it is
+# raw and requires gradients, no node below does.
 WIDE = ("Convolution", "SlowConv", "MkldnnConvolution", "CudnnConvolution", "ConvDepthwise", "NativeLayerNorm",
         "FusedRmsNorm", "NativeGroupNorm", "CudnnRnn", "MkldnnRnn")  # fmt: skip
 
@@ -107,7 +109,10 @@ def may_mix(node: Node) -> bool:
 
 def _is_wide(node: Node) -> bool:
     """Whether a node is a layer of torch's own that sees raw input as a whole. A custom Function may have any name."""
-    return node.name().startswith(WIDE) and not is_custom(node) and node.next_functions[0][0] is None
+    if not node.name().startswith(WIDE) or is_custom(node):
+        return False
+    given = node.next_functions[0][0]
+    return given is None or (is_leaf(given) and not isinstance(given.variable, nn.Parameter))
 
 
 def mixes(node: Node, outs: Owners, journey: Journey) -> bool:

@@ -70,10 +70,10 @@ def _grouped_gram(
     tl.store(squares + program, tl.sum(tl.sum(of_a * of_delta, axis=1), axis=0) * counted)
 
 
-def grouped_gram_sq_norms(a: Sequence[Tensor], delta: Sequence[Tensor], n: int, t: int) -> Tensor:
+def grouped_gram_sq_norms(a: Sequence[Tensor], delta: Sequence[Tensor], n: int, t: int, kept: bool = True) -> Tensor:
     """(layers, n): |δᵀa|² of each sample and layer, by pairs of positions; of rows (n·t, …) in any shape."""
-    a, delta = [each.contiguous() for each in a], [each.contiguous() for each in delta]
-    table, widest, aligned = _table(n * t, a, delta)
+    a, delta = list(map(Tensor.contiguous, a)), list(map(Tensor.contiguous, delta))
+    table, widest, aligned = _table(n * t, a, delta, kept=kept)
     layers, deep = len(a), max(16, min(64, power_of_two(t)))
     width = max(16, min(64, power_of_two(widest)))
     tiles, splits = blocks_of(t, deep), blocks_of(widest, CHUNK)
@@ -137,10 +137,10 @@ def _grouped_sums(
         tl.store(squares + tl.num_programs(0) + program, of_scale)
 
 
-def _sums(n: int, t: int, *columns: Sequence[Tensor]) -> Tensor:
+def _sums(n: int, t: int, kept: bool, *columns: Sequence[Tensor]) -> Tensor:
     """(1 or 2, layers, n): of shifts, then of scales."""
-    columns = [[each.contiguous() for each in column] for column in columns]
-    table, widest, aligned = _table(n * t, *columns, widths_of=1)
+    columns = [list(map(Tensor.contiguous, column)) for column in columns]
+    table, widest, aligned = _table(n * t, *columns, widths_of=1, kept=kept)
     layers, normalised = len(columns[0]), len(columns) > 1
     width = min(256, power_of_two(widest))
     parts, rows = min(PARTS, blocks_of(widest, width)), max(1, min(TILE // width, power_of_two(t)))
@@ -151,32 +151,75 @@ def _sums(n: int, t: int, *columns: Sequence[Tensor]) -> Tensor:
     return squares.sum(2) if parts > 1 else squares[:, :, 0]
 
 
-def grouped_shift_sq_norms(delta: Sequence[Tensor], n: int, t: int) -> Tensor:
+def grouped_shift_sq_norms(delta: Sequence[Tensor], n: int, t: int, kept: bool = True) -> Tensor:
     """(layers, n): |Σ_t δ|² of each sample and layer, of rows (n·t, …) in any shape."""
-    return _sums(n, t, delta)[0]
+    return _sums(n, t, kept, delta)[0]
 
 
 def grouped_norm_sq_norms(
-    delta: Sequence[Tensor], x: Sequence[Tensor], mean: Sequence[Tensor], rstd: Sequence[Tensor], n: int, t: int
-) -> tuple[Tensor, Tensor]:
+    delta: Sequence[Tensor], x: Sequence[Tensor], mean: Sequence[Tensor], rstd: Sequence[Tensor], n: int, t: int,
+    kept: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(layers, n) twice: |Σ_t δ·(x - mean)·rstd|² and |Σ_t δ|²; of rows (n·t, …), mean and rstd with n·t numbers."""
-    shift, scale = _sums(n, t, delta, x, mean, rstd).unbind()
+    shift, scale = _sums(n, t, kept, delta, x, mean, rstd).unbind()
     return scale, shift
 
 
-def _table(rows: int, *columns: Sequence[Tensor], widths_of: int = 2) -> tuple[Tensor, int, bool]:
+def _table(rows: int, *columns: Sequence[Tensor], widths_of: int = 2, kept: bool = True) -> tuple[Tensor, int, bool]:
     """Addresses, column by column, then how many numbers a row of the first columns has; the most of them; whether
-    all are multiples of 16. Tensors are often where they were the last time: then the table is there already."""
+    all are multiples of 16. Tensors are often where they were the last time: then a `kept` table is there already."""
     device = columns[0][0].device
-    addresses = [each.data_ptr() for column in columns for each in column]
-    widths = [each.numel() // rows for column in columns[:widths_of] for each in column]
+    addresses = [address for column in columns for address in map(Tensor.data_ptr, column)]
+    widths = [numel // rows for column in columns[:widths_of] for numel in map(Tensor.numel, column)]
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = (len(columns), stream, *addresses, *widths)
-    known = _tables.get(key)
+    known = _tables.get(key) if kept else None
     if known is None:
-        host = torch.tensor(addresses + widths, dtype=torch.int64, pin_memory=device.type == "cuda")
-        known = host.to(device, non_blocking=True), not any(number % 16 for number in key[2:])
+        known = _written(addresses, widths, device, kept), not any(number % 16 for number in key[2:])
+    if kept and key not in _tables:
         if len(_tables) >= KEPT:
             _tables.clear()
         _tables[key] = known
     return known[0], max(widths), known[1]
+
+
+def _written(addresses: list[int], widths: list[int], device: torch.device, kept: bool) -> Tensor:
+    """These numbers on the device. What is not kept is written by a kernel, which a CUDA graph can record: its
+    arguments are in the graph, and nothing is read from the host when the graph is replayed."""
+    if kept:
+        host = torch.tensor(addresses + widths, dtype=torch.int64, pin_memory=device.type == "cuda")
+        return host.to(device, non_blocking=True)
+    table = torch.empty(len(addresses) + len(widths), dtype=torch.int64, device=device)
+    at = 0
+    for numbers in (addresses, widths):  # apart: Triton compiles for numbers of 64 bits, and for those of 32
+        for first in range(0, len(numbers), WORDS):
+            words = numbers[first : first + WORDS]
+            _write[(1,)](table, at, len(words), *words, *words[:1] * (WORDS - len(words)))
+            at += len(words)
+    return table
+
+
+WORDS = 16  # numbers that one launch writes into a table
+
+
+@triton.jit(do_not_specialize=["at", "count", *(f"n{k}" for k in range(WORDS))])
+def _write(
+    table, at, count, n0, n1, n2, n3, n4, n5, n6, n7, n8, n9, n10, n11, n12, n13, n14, n15,
+):  # fmt: skip
+    """The first `count` of these numbers, from place `at` on."""
+    tl.store(table + at, n0)
+    tl.store(table + at + 1, n1, mask=count > 1)
+    tl.store(table + at + 2, n2, mask=count > 2)
+    tl.store(table + at + 3, n3, mask=count > 3)
+    tl.store(table + at + 4, n4, mask=count > 4)
+    tl.store(table + at + 5, n5, mask=count > 5)
+    tl.store(table + at + 6, n6, mask=count > 6)
+    tl.store(table + at + 7, n7, mask=count > 7)
+    tl.store(table + at + 8, n8, mask=count > 8)
+    tl.store(table + at + 9, n9, mask=count > 9)
+    tl.store(table + at + 10, n10, mask=count > 10)
+    tl.store(table + at + 11, n11, mask=count > 11)
+    tl.store(table + at + 12, n12, mask=count > 12)
+    tl.store(table + at + 13, n13, mask=count > 13)
+    tl.store(table + at + 14, n14, mask=count > 14)
+    tl.store(table + at + 15, n15, mask=count > 15)
