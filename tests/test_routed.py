@@ -279,6 +279,52 @@ def test_experts_in_a_loop_with_groups_and_rows_of_nobody():
         torch.testing.assert_close(g[name].shared(), truth[1])
 
 
+CHOSEN = {  # ways to one (H, D) matrix of a parameter (E, H, D), or of its transposed one (E, D, H)
+    "indexed": lambda w, wt, e: w[e],
+    "from the end": lambda w, wt, e: w[e - E],
+    "unbound": lambda w, wt, e: w.unbind(0)[e],
+    "transposed": lambda w, wt, e: wt[e].T,
+    "all transposed": lambda w, wt, e: wt.mT[e],
+    "cast": lambda w, wt, e: w.float()[e].double(),
+    "unbound, then cast": lambda w, wt, e: wt.unbind(0)[e].float().double().T,
+}
+
+
+class Among(nn.Module):
+    """One matrix for all tokens, another for those that chose it, by indices or for the whole of a batch."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.w, self.wt = nn.Parameter(torch.randn(E, H, D) / 3), nn.Parameter(torch.randn(E, D, H) / 3)
+        self.way = way
+
+    def forward(self, x, chosen):
+        flat = x.reshape(-1, D)
+        out = flat @ self.way(self.w, self.wt, 3).T @ self.way(self.w, self.wt, 3)
+        for expert in range(2):
+            (token,) = torch.where(chosen.view(-1, K)[:, 0] == expert)
+            h = torch.tanh(F.linear(flat[token], self.way(self.w, self.wt, expert)))
+            out = out.index_add(0, token, h @ self.way(self.w, self.wt, expert + 1))
+        return out.view_as(x)
+
+
+@pytest.mark.parametrize("way", CHOSEN.values(), ids=CHOSEN)
+def test_one_of_several_matrices_however_it_is_chosen(way):
+    torch.manual_seed(0)
+    model, chosen = Among(way).double(), routings()["otherwise"]
+    for step in range(5):
+        x = torch.randn(N, T, D, dtype=torch.float64)
+        alone = (loss_of(model, x[k : k + 1], c) for k, c in enumerate(chosen.view(N, T, K)))
+        wanted = {name: truth for name, truth in each_of(model, alone).items() if truth.any()}
+        with unsum.gradients(model) as g:
+            loss_of(model, x, chosen).backward()
+        assert_reads(g, wanted, 1e-6)
+        chosen = chosen.roll(step + 1, 0)
+    x = torch.randn(N, T, D, dtype=torch.float64)
+    alone = (loss_of(model, x[k : k + 1], c) for k, c in enumerate(chosen.view(N, T, K)))
+    assert_reducers(model, lambda model: loss_of(model, x, chosen), each_of(model, alone), 1e-6)
+
+
 class Twice(nn.Module):
     """Tokens are shuffled, and shuffled again; then each is taken twice, in its place. Some indices count from the
     end."""

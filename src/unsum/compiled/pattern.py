@@ -293,7 +293,7 @@ def _way(route: Route) -> Way:
         along(route.by.layout, where),
         route.by.lead,
         route.shape,
-        route.parameter,
+        route.parameter if route.member is None else None,  # one of several matrices: followed node by node
         route.turned,
         route.meeting,
     )

@@ -23,7 +23,7 @@ class Routed:
     a: Tensor  # (rows, i)
     delta: Tensor  # (rows, o)
     sample: Tensor  # (rows,): -1 for nobody's
-    matrix: Tensor  # (rows,): `matrices` for those that met none
+    matrix: Tensor | int  # (rows,): `matrices` for those that met none; or the one that all rows met
     n: int
     matrices: int
     shape: tuple[int, ...]  # of the parameter
@@ -46,6 +46,12 @@ class Routed:
     def _by_sample(self) -> tuple[Tensor, Tensor]:
         return segments.sort(self.sample, self.n)
 
+    @cached_property
+    def _each(self) -> Tensor:
+        """(rows,): the matrix that each row met."""
+        matrix = self.matrix
+        return torch.full_like(self.sample, matrix) if isinstance(matrix, int) else matrix
+
     def numel(self) -> int:
         """How many numbers are held for one sample."""
         return (self.a.numel() + self.delta.numel()) // max(self.n, 1)
@@ -58,8 +64,8 @@ class Routed:
     @cached_property
     def _cells(self) -> tuple[Tensor, Tensor]:
         """The rows, sorted by sample and matrix; and the bounds of these n·matrices segments."""
-        nowhere = (self.sample < 0) | (self.matrix >= self.matrices)
-        cell = (self.sample * self.matrices + self.matrix).masked_fill_(nowhere, self.n * self.matrices)
+        nowhere = (self.sample < 0) | (self._each >= self.matrices)
+        cell = (self.sample * self.matrices + self._each).masked_fill_(nowhere, self.n * self.matrices)
         return segments.sort(cell, self.n * self.matrices)
 
     def _in_cells(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,7 +87,7 @@ class Routed:
     @cached_property
     def _met(self) -> Tensor:
         """(n, t): the matrix that each position met, -1 for none."""
-        matrix = self.matrix.masked_fill(self.matrix >= self.matrices, -1)
+        matrix = self._each.masked_fill(self._each >= self.matrices, -1)
         found = self._take(matrix)
         return found if self.held is not None else found.masked_fill_(self.index < 0, -1)
 
@@ -112,7 +118,7 @@ class Routed:
     def _summed(self, delta: Tensor, a: Tensor) -> Tensor:
         if self.ends is not None:
             return segments.products(delta, a, self.ends)
-        order, bounds = segments.sort(self.matrix.masked_fill(self.sample < 0, self.matrices), self.matrices)
+        order, bounds = segments.sort(self._each.masked_fill(self.sample < 0, self.matrices), self.matrices)
         return segments.products(delta[order], a[order], bounds[1:])
 
     def sq_norms(self) -> Tensor:
@@ -166,7 +172,7 @@ class Routed:
             before = itertools.accumulate((len(part.a) for part in parts), initial=0)
             held = torch.cat([part.index + first for part, first in zip(parts, before, strict=False)], 1)
         return replace(
-            self, a=join("a"), delta=join("delta"), sample=join("sample"), matrix=join("matrix"), held=held, ends=None
+            self, a=join("a"), delta=join("delta"), sample=join("sample"), matrix=join("_each"), held=held, ends=None
         )
 
     def project(self, left: Tensor, right: Tensor) -> Tensor:

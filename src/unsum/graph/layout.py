@@ -7,7 +7,7 @@ nothing to hold. After routing, sorting or packing it is a `Mapped` one: a whole
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
@@ -91,9 +91,13 @@ class Mapped:
             map_, behind = map_[..., 0], (map_.shape[-1], *behind)
         return self if map_ is self.map else Mapped(map_.clone(), behind, self.is_whole)
 
+    def with_behind(self, behind: tuple[int, ...]) -> Mapped:
+        """The same rows of a tensor with these dimensions behind. (`replace` takes several times as long.)"""
+        return Mapped(self.map, behind, self.is_whole, self.held)
+
     def widened(self, shape: tuple[int, ...]) -> Mapped:
         """For a tensor that has more dimensions behind."""
-        return replace(self, behind=tuple(shape[self.map.dim() :]))
+        return self.with_behind(tuple(shape[self.map.dim() :]))
 
     def only(self, grad: Tensor, sample: int) -> Tensor | None:
         """The gradient with all other samples' positions set to zero; None if nothing is left."""

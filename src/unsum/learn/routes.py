@@ -13,7 +13,7 @@ from unsum.graph.owners import Owners, Swept
 from unsum.learn.audit import Audit, shape_of
 from unsum.plan.plan import Meeting, Route
 from unsum.reducers.holding import Size
-from unsum.rules.to_parameter import turns
+from unsum.rules.to_parameter import member_of, turns
 from unsum.travel.walk import Walked
 
 
@@ -147,20 +147,26 @@ def rule_routes(
         if by is None:
             continue
         meeting = Meeting(node.name(), modules[at], at, rule.name)
-        parameter, turned = _straight(child, names) if (node, edge) in audit.followed else (None, False)
+        straight = (node, edge) in audit.followed
+        parameter, turned, member = _straight(child, output, names) if straight else (None, False, None)
         parameter = parameter if isinstance(layout, Regular) or not by.has_nobodys else None
-        found.setdefault(at, []).append(Route(edge, rule, by, shape, meeting, parameter, turned))
+        found.setdefault(at, []).append(Route(edge, rule, by, shape, meeting, parameter, turned, member))
     # a matrix before its bias: its pass over δ serves both
     return {at: tuple(sorted(routes, key=lambda route: -prod(route.shape))) for at, routes in found.items()}
 
 
-def _straight(child: Node, names: Mapping[int, str]) -> tuple[str | None, bool]:
-    """The parameter to which transposes and casts alone lead, and whether it is transposed."""
-    turned = False
+def _straight(child: Node, output: int, names: Mapping[int, str]) -> tuple[str | None, bool, int | None]:
+    """The parameter to which transposes and casts alone lead, whether it is transposed; and which of its matrices it
+    is, if it is one of several."""
+    turned, member = False, None
     while not is_leaf(child):
-        if turns(child, shape_of(below(child)[0][1], below(child)[0][2])):
+        _, deeper, place = below(child)[0]
+        shape = shape_of(deeper, place)
+        if turns(child, shape):
             turned = not turned
+        elif member is None and (found := member_of(child, output, shape)) is not None:
+            member = found
         elif child.name() != "ToCopyBackward0":
-            return None, False
-        child = below(child)[0][1]
-    return names.get(id(child.variable)), turned
+            return None, False, None
+        child, output = deeper, place
+    return names.get(id(child.variable)), turned, member

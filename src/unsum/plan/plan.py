@@ -9,15 +9,20 @@ from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torch import Tensor
+
+from unsum.factors.total import Term
 from unsum.graph.layout import Layout, Mapped, Regular
 from unsum.graph.nodes import Node
 from unsum.graph.owners import Owners
 from unsum.graph.positions import Positions
 from unsum.reducers.holding import Size
 from unsum.rules.registry import Rule
+from unsum.rules.to_parameter import chosen, finished
 
 if TYPE_CHECKING:
     from unsum.plan.teams import Team
+    from unsum.travel.trail import Followed
 
 Found = TypeVar("Found")
 _KEPT = 256  # arrangements of one plan
@@ -34,6 +39,13 @@ class Route:
     meeting: Meeting
     parameter: str | None  # None if the way has to be followed node by node
     turned: bool = False  # whether the tensor at the edge is the parameter transposed
+    member: int | None = None  # which of several matrices side by side it is: an expert; None: the parameter itself
+
+    def finished(self, kind: Term, parameter: Tensor) -> Term:
+        """The factors of the parameter at its end, from those of the tensor at the edge."""
+        if self.member is not None:
+            return chosen(kind, self.member, parameter, turned=self.turned)
+        return finished(kind, parameter, turned=self.turned)
 
     @cached_property
     def met(self) -> dict[Meeting, None]:
@@ -98,7 +110,7 @@ class Plan:
     arranged: dict[Hashable, Any] = field(default_factory=dict)  # which meetings wait, and what goes to which launch
     recordings: dict[Hashable, dict[Any, Any]] = field(default_factory=dict)  # of meetings, by what is wanted
     uses: list[None] = field(default_factory=list)  # an entry for each of the first backwards that went by it
-    owners: Sequence[Owners | None] = ()  # of all nodes, where some rows are another matter in every batch
+    followed: Followed | None = None  # the owners of all nodes, where some rows are another matter in every batch
     order: tuple[int, ...] = ()  # which of the nodes of a survey is at each place
 
     @staticmethod

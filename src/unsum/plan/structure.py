@@ -28,7 +28,7 @@ from unsum.rules.registry import Call
 from unsum.seams.nodes import outputs_of
 from unsum.seams.tensors import memory_number, version_of
 from unsum.travel import Journey
-from unsum.travel.trail import Trail
+from unsum.travel.trail import Followed, Trail
 from unsum.travel.walk import walk
 
 
@@ -132,7 +132,7 @@ def derived(
 ) -> Plan | None:
     """The plan for a graph of this structure; None if it does not follow, and the graph must be judged itself. Where a
     plan for the `same_sizes` is at hand, only what indices and values decide is found anew."""
-    if same_sizes is not None and same_sizes.owners and judged.trail is not None:
+    if same_sizes is not None and same_sizes.followed is not None and judged.trail is not None:
         return _moved(same_sizes, judged.trail, judged, nodes, n, rows)
     found = _owners(plan, judged, nodes, starts, n)
     if found is None:
@@ -166,14 +166,15 @@ def derived(
         arranged={},
         recordings={},
         uses=[],
-        owners=found if judged.moved and judged.trail is not None else (),
+        followed=Followed(found, judged.trail.steps) if judged.moved and judged.trail is not None else None,
     )
 
 
 def _moved(plan: Plan, trail: Trail, judged: Judged, nodes: Sequence[Node], n: int, rows: Rows) -> Plan | None:
     """The plan for a graph of the same sizes, in which indices move rows otherwise."""
     journey = Journey(n, {(nodes[place], edge): form for (place, edge), form in judged.moved.items()})
-    found = trail.again(nodes, plan.owners, journey)
+    assert plan.followed is not None
+    found = trail.again(nodes, plan.followed, journey)
     if found is None or not _are_true(journey.holds):
         return None
     moved = {place: owners for place, owners in found.items() if place in plan.owned}
@@ -234,9 +235,14 @@ def _fitted(
 def _route(route: Route, node: Node, layout: Layout | None, n: int) -> Route | None:
     shape = shape_of(*node.next_functions[route.edge])
     by = None if layout is None else route.rule.applies(node, layout, n, shape)
-    if by is None or (route.parameter is not None and isinstance(layout, Mapped) and by.has_nobodys):
+    if by is None:
         return None
-    return Route(route.edge, route.rule, by, shape, route.meeting, route.parameter, route.turned)
+    parameter = route.parameter
+    if parameter is not None and isinstance(layout, Mapped) and by.has_nobodys:
+        if route.member is None:
+            return None
+        parameter = None  # followed node by node, and what is nobody's beside it
+    return Route(route.edge, route.rule, by, shape, route.meeting, parameter, route.turned, route.member)
 
 
 def _dear(plan: Plan, routes: Mapping[int, Sequence[Route]], nodes: Sequence[Node]) -> set[str]:

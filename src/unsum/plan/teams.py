@@ -67,7 +67,9 @@ def teams(
 
 def _fits(route: Route, node: Node, alone: Collection[str]) -> bool:
     layout = route.by.layout
-    if route.parameter not in alone or route.rule.rows is None or not isinstance(layout, Regular):
+    if route.parameter not in alone or route.member is not None or route.rule.rows is None:
+        return False
+    if not isinstance(layout, Regular):
         return False
     return layout.dim == 0 and layout.n * layout.block == layout.shape[0]
 

@@ -72,7 +72,7 @@ def _rows(call: Call, a: Tensor, factor: float) -> Routed:
     if call.only_nobodys:
         sample, n = torch.where(sample < 0, 0, -1), 1
     delta = scaled(call.delta, factor)
-    return Routed(a, delta, sample, torch.zeros_like(sample), n, 1, call.shape, turned=True)
+    return Routed(a, delta, sample, 0, n, 1, call.shape, turned=True)
 
 
 def _columns(call: Call, a: Tensor, factor: float) -> Outer | None:

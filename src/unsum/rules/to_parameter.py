@@ -140,22 +140,47 @@ def _sliced(kind: Term, shape: tuple[int, ...], dim: int, first: int, last: int,
 
 def _selected(kind: Term, node: Node, output: int, shape: tuple[int, ...]) -> Term | None:
     """One of several matrices side by side: an expert."""
-    dim = signed(saved_of(node, "dim")) % len(shape)
-    if not isinstance(kind, Outer | Routed) or len(shape) != 3 or dim != 0 or not _is_own(kind):
+    member = member_of(node, output, shape)
+    if member is None or not isinstance(kind, Outer | Routed) or not _is_one(kind):
         return None
-    which = output if node.name() == "UnbindBackward0" else signed(saved_of(node, "index")) % shape[0]
+    return _among(kind, member, shape, turned=kind.turned, dtype=kind.dtype)
+
+
+def member_of(node: Node, output: int, shape: tuple[int, ...]) -> int | None:
+    """Which of several matrices side by side (of this shape) an output of a node is; None if it is none of them."""
+    name = node.name()
+    if name not in ("SelectBackward0", "UnbindBackward0") or len(shape) != 3 or signed(saved_of(node, "dim")) % 3:
+        return None
+    return output if name == "UnbindBackward0" else signed(saved_of(node, "index")) % shape[0]
+
+
+def chosen(kind: Term, member: int, parameter: Tensor, *, turned: bool) -> Term:
+    """The factors of a parameter that is several matrices side by side, of which one was met as it is, cast, or
+    transposed."""
+    shape = tuple(parameter.shape)
+    if isinstance(kind, Outer | Routed) and _is_one(kind):
+        return _among(kind, member, shape, turned=kind.turned != turned, dtype=parameter.dtype)
+    values = kind.per_sample()
+    whole = values.new_zeros(len(values), *shape)
+    whole[:, member] = values.mT if turned else values
+    return cast(Dense(whole), parameter.dtype)
+
+
+def _is_one(kind: Outer | Routed) -> bool:
+    """Whether these are the factors of one matrix, in its own shape."""
+    return (kind.groups if isinstance(kind, Outer) else kind.matrices) == 1 and _is_own(kind)
+
+
+def _among(
+    kind: Outer | Routed, member: int, shape: tuple[int, ...], *, turned: bool, dtype: torch.dtype | None
+) -> Routed:
     if isinstance(kind, Routed):
-        if kind.matrices > 1:
-            return None
-        return replace(kind, matrix=torch.full_like(kind.matrix, which), matrices=shape[0], shape=shape)
-    if kind.groups > 1:
-        return None
-    n, t = kind.a.shape[:2]
-    row = torch.arange(n * t, device=kind.a.device)
-    return Routed(
-        kind.a.flatten(0, 1), kind.delta.flatten(0, 1), row // max(t, 1), torch.full_like(row, which),
-        n, shape[0], shape, turned=kind.turned, held=row.view(n, t), dtype=kind.dtype,
-    )  # fmt: skip
+        rows, held = (kind.a, kind.delta, kind.sample), kind.held
+    else:
+        n, t = kind.a.shape[:2]
+        row = torch.arange(n * t, device=kind.a.device)
+        rows, held = (kind.a.flatten(0, 1), kind.delta.flatten(0, 1), row // max(t, 1)), row.view(n, t)
+    return Routed(*rows, member, kind.n, shape[0], shape, turned=turned, held=held, dtype=dtype)
 
 
 def _padded(tensor: Tensor, padding: tuple[int, int]) -> Tensor:

@@ -20,7 +20,6 @@ from unsum.plan.plan import Ends, Plan, Route
 from unsum.plan.skeleton import picker
 from unsum.plan.teams import Team
 from unsum.rules.registry import Call
-from unsum.rules.to_parameter import finished
 from unsum.seams.nodes import outputs_of
 
 T = TypeVar("T")  # whom norms belong to: a route in a backward, a name while torch writes down
@@ -225,7 +224,7 @@ def _served(team: Team, node: Node, parameters: Mapping[str, nn.Parameter], devi
     for k, route in enumerate(team.routes):
         kind = route.rule.make(Call(node, leaves[0], route.by, route.shape, memo=memo))
         parameter = parameters[str(route.parameter)]
-        kind = None if kind is None else finished(kind, parameter, turned=route.turned)
+        kind = None if kind is None else route.finished(kind, parameter)
         found = None if kind is None else grouping(kind, parameter.dtype)
         if found is None or not isinstance(kind, Outer | Scale):
             return None

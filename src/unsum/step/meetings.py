@@ -33,7 +33,7 @@ from unsum.learn.audit import shape_of
 from unsum.learn.setting import Setting
 from unsum.plan.plan import Meeting, Plan, Route
 from unsum.rules.registry import Call
-from unsum.rules.to_parameter import cast, finished, follow
+from unsum.rules.to_parameter import cast, follow
 from unsum.seams.nodes import outputs_of
 from unsum.step import channels_last
 from unsum.step.lanes import Lanes
@@ -157,7 +157,7 @@ class Run:
                 continue
             parameter = self._parameters.get(route.parameter)  # type: ignore[arg-type]
             if parameter is not None:
-                meet(parameter, route.met, finished(kind, parameter, turned=route.turned))
+                meet(parameter, route.met, route.finished(kind, parameter))
 
     def _owned(self, place: int, grads: Grads) -> None:
         node, owners = self._nodes[place], self.plan.owned[place]
@@ -192,7 +192,7 @@ class Run:
         if route.parameter is not None:
             parameter = self._parameters.get(route.parameter)
             if parameter is not None:
-                self._to.meet(parameter, route.met, finished(kind, parameter, turned=route.turned))
+                self._to.meet(parameter, route.met, route.finished(kind, parameter))
             return True
         child, output = node.next_functions[route.edge]
         self._follow(kind, child, output, route.meeting)

@@ -26,7 +26,6 @@ from unsum.plan.plan import Plan, Route
 from unsum.plan.signature import plain
 from unsum.reducers import SQ_NORMS, Reading, WeightedSum
 from unsum.rules.registry import Call
-from unsum.rules.to_parameter import finished
 from unsum.seams.modes import rounding_in_hooks
 from unsum.step.held import Form, taken_apart
 from unsum.step.lanes import Waiting, small
@@ -151,7 +150,8 @@ class Digests:
     def _key(self, route: Route, name: str, wants_sum: bool) -> Hashable:
         parameter = self._parameters[name]
         return (
-            route.rule.name, route.edge, route.shape, route.turned, _as_key(route.by.layout), route.by.n, route.by.lead,
+            route.rule.name, route.edge, route.shape, route.turned, route.member,
+            _as_key(route.by.layout), route.by.n, route.by.lead,
             parameter.shape, parameter.dtype, wants_sum, name if self._by_name else None,
             self._clips is not None and self._clips.forms(name),
         )  # fmt: skip
@@ -210,7 +210,7 @@ class Digests:
             kind = route.rule.make(Call(node, delta, by, route.shape, False, memo, is_kept=self._clips is not None))
             if kind is None:
                 raise recorded.NotRecordable("a rule that does not hold")
-            kind = finished(kind, parameter, turned=route.turned)
+            kind = route.finished(kind, parameter)
             formed = None if self._waiting is None else small(kind)
             waits.append(formed is not None)
             if formed is not None:

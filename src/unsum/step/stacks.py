@@ -21,7 +21,6 @@ from unsum.plan.plan import Ends, Plan, Route
 from unsum.plan.teams import Team
 from unsum.reducers import WeightedSum
 from unsum.rules.registry import Call
-from unsum.rules.to_parameter import finished
 from unsum.seams.modes import rounding
 from unsum.step.held import Form, taken_apart
 
@@ -79,13 +78,13 @@ class Stacks:
                 ends = self._plan.arrange(key, Ends([self._plan.routes[place][k] for place in places]))
             names = ends.names
             parameter = self._parameters[names[0]]
-            kind = finished(_made(route, stacked, len(places)), parameter, turned=route.turned)
+            kind = route.finished(_made(route, stacked, len(places)), parameter)
             layers = Layers(names, parameter, kind, self._plan.n, self._scale)
             if (mark := ("stacked", route.meeting, self._wants)) not in self._plan.tried:
                 self._plan.tried.add(mark)
                 alone = self.call(team, places[-1:], tensors[-1:])
                 compare(route, alone, layers.apart(kind.sq_norms())[-1])
-                one = finished(_made(route, alone, 1), parameter, turned=route.turned)
+                one = route.finished(_made(route, alone, 1), parameter)
                 self._to.compare(layers, Layers(names[-1:], parameter, one, self._plan.n, self._scale))
             self._to.take_layers(ends, layers)
 
@@ -133,7 +132,7 @@ class Stacks:
         about: list[Form] = []
         for route, ends, (forms, wants_sum) in zip(team.routes, every, asked, strict=True):
             parameter = self._parameters[ends.names[0]]
-            kind = finished(_made(route, stacked, len(places)), parameter, turned=route.turned)
+            kind = route.finished(_made(route, stacked, len(places)), parameter)
             layers = Layers(ends.names, parameter, kind, self._plan.n)
             layers = layers.formed() if forms else layers
             sums = [layers.sums()] if wants_sum else []

@@ -32,14 +32,13 @@ def index_add(at: At) -> Layout | Answer:
     (dim,) = at.dims()
     if at.edge == 0 or dim not in at.varies:
         return at.same()
-    own = at.rows()
-    if own is None or own[0] != dim:
-        return SILENT
     index = at.saved("index").detach().reshape(-1)
     if isinstance(at.layout, Regular):
         rows = _rows(at.shape[dim], at.journey.n, at.layout.block, index.device)
-    else:
+    elif (own := at.rows()) is not None and own[0] == dim:
         rows = own[1].to(index.device)
+    else:
+        return SILENT
     return _moved(at, rows[index.long()], dim, own=True)
 
 
@@ -185,7 +184,9 @@ def _sent(at: At, indices: Indices) -> Layout | Answer:
 
 def _are_rows(given: Sequence[Tensor], indices: Indices) -> bool:
     """Whether the first dimensions are indexed, by as many numbers each, and no other."""
-    return len({each.shape for each in given}) == 1 and given[0].dim() == 1 and None not in indices[: len(given)]
+    if given[0].dim() != 1 or any(each is None for each in indices[: len(given)]):
+        return False
+    return len(given) == 1 or len({each.shape for each in given}) == 1
 
 
 def _held(at: At, flat: Tensor, total: int) -> Tensor | None:

@@ -8,7 +8,7 @@ samples (a weight, or samples that interact); or SILENT, if it cannot say. Then 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -83,7 +83,7 @@ class At:
             fits = layout.dim < len(arg) and arg[layout.dim] == self.shape[layout.dim]
             return Regular(arg, layout.n, layout.dim, layout.block) if fits else SILENT
         lead = layout.map.dim()
-        return replace(layout, behind=arg[lead:]) if arg[:lead] == self.shape[:lead] else SILENT
+        return layout.with_behind(arg[lead:]) if arg[:lead] == self.shape[:lead] else SILENT
 
     def same_if(self, holds: bool) -> Layout | Answer:
         """The same, under this condition."""
@@ -162,7 +162,7 @@ def down(at: At, edge: int, shape: Shape) -> Layout | Answer:
     node = at.node
     layout = at.layout
     if isinstance(layout, Mapped) and not layout.map.dim() and all(out is None or out is layout for out in at.outs):
-        return replace(layout, behind=shape)  # all of it is one sample's, and so is what comes of it
+        return layout.with_behind(shape)  # all of it is one sample's, and so is what comes of it
     if isinstance(node, BackwardCFunction) and not rounding_of(node):
         if is_custom(node):
             return SILENT
