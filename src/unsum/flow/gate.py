@@ -86,23 +86,28 @@ class Gate(seams.Hook):
         flow = self.flow
         seen = flow.seen
         number, again, is_real, start, _, _ = call
-        if seen is None or not port.is_put_down or again or not isinstance(tensor, Tensor) or tensor.is_inference():
+        if seen is None or not port.is_put_down or again or not isinstance(tensor, Tensor):
             return False
         node = tensor.grad_fn
-        made = -1 if node is None else number_of(node)
+        if node is None:
+            if port.grads or tensor.is_inference():
+                return False
+            spot = _tuple(Spot, (self.place, port.kind, number, port.first, (), port.values))
+            seen.append((spot, tensor.detach(), version_of(tensor), None))
+            flow.acted.at(tensor, spot)
+            return True
+        made = number_of(node)
+        where = made, type(node), tensor.output_nr, tensor.shape
         if waited := port.grads:
             if made < start or not is_real or node in given or not _grad_enabled():
                 return False
             spot = _tuple(Spot, (self.place, port.grad_kind, number, port.first, (), waited))
-            flow.noted((spot, made, type(node), tensor.output_nr, tensor.shape))
+            flow.noted((spot, *where))
             flow.expected.add(spot, tensor)
         if asked := port.values:
             spot = _tuple(Spot, (self.place, port.kind, number, port.first, (), asked))
             seen.append((spot, tensor.detach(), version_of(tensor), None))
-            if node is None:
-                flow.acted.at(tensor, spot)
-            else:
-                flow.noted((spot, made, type(node), tensor.output_nr, tensor.shape))
+            flow.noted((spot, *where))
         return True
 
     def mark(self, tensor: Tensor) -> Tensor:

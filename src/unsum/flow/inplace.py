@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unsum.seams.nodes import number_of, token
+from unsum.seams.nodes import VIEW, number_of, token
 from unsum.seams.tensors import version_of
 
 _EMPTY, _NONE = torch.empty(0), torch.Size()
 _tuple: Any = tuple.__new__  # a named tuple by way of its own class takes twice as long
-NodeId = tuple[int, object]  # its number, and a token: threads number their nodes independently
+NodeId = tuple[int, object]  # its number, and a token: threads number their nodes independently. None: by its number
 _Strided = tuple[torch.Size, tuple[int, ...], tuple[int, ...], int]  # of a base, and strides and offset of the view
 
 
@@ -104,8 +104,9 @@ def anchor(tensor: Tensor, base: Tensor) -> Anchor | None:
     version = version_of(counter)
     if bottom is None:
         return Anchor(counter, version, (), 0, _NONE, None)
-    if type(top).__name__ == "ViewBackward0" and top.next_functions[0][0] == bottom:  # as linears return
-        chain = (number_of(top), token(top)), (number_of(bottom), token(bottom))
+    number = number_of(bottom)
+    if type(top) is VIEW and number_of(top) == number + 1:  # as linears return: no node was made between the two
+        chain = (number + 1, None), (number, token(bottom))
         return _tuple(Anchor, (counter, version, chain, base.output_nr, tensor.shape, None))  # type: ignore[no-any-return]
     if base.numel() != tensor.numel() or base.dtype != tensor.dtype or not _is_dense(base):
         return Anchor(counter, version, (), 0, _NONE, None)
@@ -137,7 +138,7 @@ def walk(roots: Iterable[Any]) -> Iterator[Any]:
 
 def _is(node: Any, identity: NodeId) -> bool:
     number, mark = identity
-    return number_of(node) == number and token(node) is mark
+    return number_of(node) == number and (mark is None or token(node) is mark)
 
 
 def _place(node: Any, chain: tuple[NodeId, ...]) -> int | None:

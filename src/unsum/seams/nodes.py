@@ -22,6 +22,7 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node  # that runs n
 current_backward: Callable[[], int] = torch._C._current_graph_task_id  # a number; -1 outside
 Function: type = torch._C._FunctionBase  # the context of an autograd.Function
 
+VIEW: type = torch._C._functions.ViewBackward0  # type: ignore[attr-defined]
 _CONVOLUTION: Any = torch._C._functions.ConvolutionBackward0  # type: ignore[attr-defined]
 
 _tensor_names: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
