@@ -97,11 +97,11 @@ class CNN(nn.Module):
 
 
 class RecurrentLM(nn.Module):
-    """A language model with an LSTM."""
+    """A language model with a recurrent layer."""
 
-    def __init__(self, *, vocabulary: int, width: int) -> None:
+    def __init__(self, *, vocabulary: int, width: int, kind: type[nn.RNNBase] = nn.LSTM) -> None:
         super().__init__()
-        self.tokens, self.rnn = nn.Embedding(vocabulary, width), nn.LSTM(width, width, batch_first=True)
+        self.tokens, self.rnn = nn.Embedding(vocabulary, width), kind(width, width, batch_first=True)
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -65,9 +65,13 @@ def resnet(batch: int, size: int) -> Callable[[], Any]:
     return make
 
 
-def lstm(batch: int, length: int, width: int) -> Callable[[], Any]:
+def recurrent(batch: int, length: int, width: int, kind: type[nn.RNNBase] = nn.LSTM) -> Callable[[], Any]:
     def make() -> Any:
-        return RecurrentLM(vocabulary=1000, width=width), token_losses, *torch.randint(1000, (2, batch, length))
+        return (
+            RecurrentLM(vocabulary=1000, width=width, kind=kind),
+            token_losses,
+            *torch.randint(1000, (2, batch, length)),
+        )
 
     return make
 
@@ -102,7 +106,7 @@ MODELS: dict[str, dict[str, tuple[Callable[[], Any], tuple[str, ...]]]] = {
         "ResNet-50 224×224 B=64, channels last, eval": (resnet(64, 224), ("norms", *CLIPPED)),
         "experts: Mixtral-like, 8 of d=1024, 4 layers, B=8 T=512": (experts(8, 512, 1024, 4), ("norms",)),
         "the same experts in a loop": (experts(8, 512, 1024, 4, loop=True), ("norms",)),
-        "LSTM language model, d=1024, B=32 T=128": (lstm(32, 128, 1024), ("norms", "clipped")),
+        "LSTM language model, d=1024, B=32 T=128": (recurrent(32, 128, 1024), ("norms", "clipped")),
     },
     "cpu": {
         "GPT L=2 d=128 T=64 B=8": (gpt(8, width=128, depth=2, heads=4, vocabulary=500, length=64), ALL),
@@ -117,7 +121,9 @@ MODELS: dict[str, dict[str, tuple[Callable[[], Any], tuple[str, ...]]]] = {
         "ResNet-50 64×64 B=4, eval": (resnet(4, 64), ("norms", *CLIPPED)),
         "experts: Mixtral-like, 8 of d=128, 2 layers, B=4 T=64": (experts(4, 64, 128, 2), ("norms",)),
         "the same experts in a loop": (experts(4, 64, 128, 2, loop=True), ("norms",)),
-        "LSTM language model, d=256, B=16 T=64": (lstm(16, 64, 256), ("norms", "clipped")),
+        "LSTM language model, d=256, B=16 T=64": (recurrent(16, 64, 256), ("norms", "clipped")),
+        "GRU language model, d=256, B=16 T=64": (recurrent(16, 64, 256, nn.GRU), ("norms", "clipped")),
+        "RNN language model, d=256, B=16 T=64": (recurrent(16, 64, 256, nn.RNN), ("norms", "clipped")),
     },
 }
 

@@ -163,6 +163,7 @@ def summary(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         name = row["model"] + ("" if row["over"] == "plain" else f", over {row['over']}")
         name += ", other libraries" if row["part"] == "peers" else ""
+        name += "" if row.get("date", result["machine"]["date"]) == result["machine"]["date"] else f", {row['date']}"
         if name != above:
             lines.append(f"| **{name}** | | | | |")
             above = name
