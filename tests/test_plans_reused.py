@@ -129,6 +129,54 @@ def test_rows_that_go_elsewhere_in_every_batch_need_no_new_plan(learnt):
             scalar(model, torch.randn(N, T, D, dtype=torch.float64)).backward()
 
 
+class Moved(torch.autograd.Function):
+    """Rows in another order. Only values show whose they are afterwards."""
+
+    @staticmethod
+    def forward(ctx, x, order):
+        ctx.save_for_backward(order)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad[ctx.saved_tensors[0].argsort()], None
+
+
+class Between(nn.Module):
+    """Layers of one shape, and a norm layer, between a change of places and its undoing."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x, order):
+        order = order.flatten()
+        rows = Moved.apply(self.layers[0](x).flatten(0, 1), order)
+        for layer in self.layers[1:]:
+            rows = rows + torch.tanh(layer(rows))
+        return Moved.apply(self.norm(rows), order.argsort()).view(x.shape)
+
+
+@pytest.mark.parametrize("clips", [False, True], ids=["norms", "clipping"])
+def test_what_was_kept_for_rows_in_one_order_does_not_serve_another(clips):
+    torch.manual_seed(0)
+    model, places = Between().double(), torch.arange(6)
+    in_turn = places.view(2, 3).t().flatten()  # the samples take turns
+    for step in range(18):
+        x = torch.randn(2, 3, 4, dtype=torch.float64)
+        order = (places, in_turn, torch.randperm(6))[step // 6].view(2, 3)
+        truth = per_sample_gradients(model, lambda m, x: m(x, places[:3]).pow(3).sum(), x)
+        norms = torch.stack([each.flatten(1).square().sum(1) for each in truth.values()]).sum(0).sqrt()
+        clip = unsum.WeightedSum(lambda norms: 1 / norms)
+        with unsum.gradients(model, clip if clips else unsum.Norms()) as g:
+            model(x, order).pow(3).sum().backward()
+        if not clips:
+            torch.testing.assert_close(g[unsum.Norms].norms(), norms)
+        for name, value in clip.sum().items() if clips else ():
+            torch.testing.assert_close(value, torch.einsum("n...,n->...", truth[name], 1 / norms))
+
+
 def test_one_sample_at_a_time_is_learnt_once(learnt):
     model = mlp()
     for k in range(N):

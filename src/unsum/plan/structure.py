@@ -3,7 +3,7 @@ follows from it for any sizes: the samples travel by the table, and nothing is c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -133,7 +133,9 @@ def derived(
     """The plan for a graph of this structure; None if it does not follow, and the graph must be judged itself. Where a
     plan for the `same_sizes` is at hand, only what indices and values decide is found anew."""
     if same_sizes is not None and same_sizes.followed is not None and judged.trail is not None:
-        return _moved(same_sizes, judged.trail, judged, nodes, n, rows)
+        moved = _moved(same_sizes, judged.trail, judged, nodes, n, rows)
+        if moved is None or _lie_alike(same_sizes.owned, moved.owned):
+            return moved
     found = _owners(plan, judged, nodes, starts, n)
     if found is None:
         return None
@@ -143,7 +145,7 @@ def derived(
     routes = _fitted(plan.routes, owned, nodes, n)
     if routes is None:
         return None
-    if same_sizes is not None:
+    if same_sizes is not None and _lie_alike(same_sizes.owned, owned):
         return replace(
             same_sizes, owned=owned, routes=routes, has_doubts=has_doubts(owned), layouts=tuple(starts.values())
         )
@@ -183,6 +185,21 @@ def _moved(plan: Plan, trail: Trail, judged: Judged, nodes: Sequence[Node], n: i
     if routes is None or not agrees(judged, owned, nodes, rows):
         return None
     return replace(plan, owned=owned, routes=plan.routes | routes, has_doubts=has_doubts(owned))
+
+
+def _lie_alike(before: Mapping[int, Owners], now: Mapping[int, Owners]) -> bool:
+    """Whether samples lie at every meeting as they did: which meetings wait for others, what goes to which launch and
+    what was recorded of them holds for that way alone."""
+    return all(
+        outs is now[place] or list(map(_way, outs)) == list(map(_way, now[place])) for place, outs in before.items()
+    )
+
+
+def _way(layout: Layout | None) -> Hashable:
+    """How samples lie; of a map, whatever it says of each row."""
+    if not isinstance(layout, Mapped):
+        return layout
+    return layout.map.shape, layout.behind, layout.is_whole, layout.held is None
 
 
 def agrees(judged: Judged, owned: Mapping[int, Owners], nodes: Sequence[Node], rows: Rows) -> bool:
