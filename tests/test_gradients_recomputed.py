@@ -106,13 +106,13 @@ def test_a_checkpoint_that_is_switched_on_in_a_loop_works_after_one_refusal():
             with unsum.gradients(model, unsum.Norms()) as g:
                 losses = model(x).square().sum(1)
                 losses.sum().backward()
-        except torch.utils.checkpoint.CheckpointError:
-            failed += 1
+        except UnsupportedError as error:
+            failed += "under a checkpoint now" in str(error)
             continue
         truth = each_of(model, model(x).square().sum(1))
         wanted = sum(each.flatten(1).square().sum(1) for each in truth.values())
         torch.testing.assert_close(g[unsum.Norms].sq_norms(), wanted)
-    assert failed <= 1
+    assert failed == 1
 
 
 class Hidden(torch.autograd.Function):

@@ -28,9 +28,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from unsum.errors import UnsupportedError
 from unsum.seams.modes import exactly
 from unsum.seams.modules import unwatched
 from unsum.seams.tracing import refuse_capturing
@@ -193,6 +195,15 @@ def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any,
             result = engine(roots, *args, **kwargs)
         failed = False
         return result
+    except torch.utils.checkpoint.CheckpointError as error:
+        # A tensor was read twice: for a block that did not watch the forward, as one of known calls it does not.
+        if "already unpacked" in str(error) and not all(getattr(block, "has_checkpoints", True) for block in begun):
+            raise UnsupportedError(
+                "the model runs under a checkpoint now, and did not in the steps before, so its forward was not "
+                "watched: this one backward cannot be taken apart. The next step can.",
+                write="model.zero_grad()  # and run the step again",
+            ) from error
+        raise
     finally:
         _local.is_narrow = was_narrow
         _local.depth = depth - 1
