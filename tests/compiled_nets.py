@@ -47,12 +47,28 @@ class Checkpointed(Attention):
         return self.head(h + torch.utils.checkpoint.checkpoint(part, h, use_reentrant=False))
 
 
+class Choosing(nn.Module):
+    """An attribute says which of two layers is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.active = self.a
+
+    def forward(self, x):
+        return self.out(self.active(x).tanh())
+
+
 def ids(n, seed=0):
     return torch.randint(11, (n, 6), generator=torch.Generator().manual_seed(seed))
 
 
 def images(n, seed=0):
     return torch.randn(n, 3, 8, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def rows(n, seed=0):
+    return torch.randn(n, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def loss(model, x):
@@ -65,6 +81,7 @@ MODELS = {
     "tied": (lambda: Attention(tied=True), ids),
     "images": (Images, images),
     "checkpointed": (Checkpointed, ids),
+    "choosing": (Choosing, rows),
 }
 
 

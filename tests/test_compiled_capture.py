@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import unsum
-from compiled_nets import Attention, Checkpointed, Images, ids, images
+from compiled_nets import Attention, Checkpointed, Choosing, Images, ids, images, rows
 
 FIRST = 2  # calls that run eagerly
 
@@ -105,10 +105,6 @@ class Frozen(nn.Sequential):
         super().__init__(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
         for parameter in self[0].parameters():
             parameter.requires_grad_(False)
-
-
-def rows(n, seed=0):
-    return torch.randn(n, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 NETS = {
@@ -705,3 +701,11 @@ def test_a_dropout_draws_what_the_compiled_model_draws(ran):
         torch.testing.assert_close(F.linear(got["1:output"], model[2].weight, model[2].bias), out)
         torch.testing.assert_close(model[2].weight.grad, got["2:grad_output"].T @ got["1:output"])
     assert ran() == 2
+
+
+def test_an_attribute_says_which_layer_is_called(ran):
+    model, compiled, batch = build("choosing", nets={"choosing": (Choosing, rows)})
+    for step in range(8):
+        model.active = (model.a, model.b)[step // 3 % 2]
+        same(model, compiled, batch(3, step), ("b:output", "b:grad_output"))
+    assert ran() == 8 - FIRST

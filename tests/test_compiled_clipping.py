@@ -504,3 +504,20 @@ def test_a_backward_towards_some_parameters_is_refused_once_and_then_eager(how, 
         assert_sums(found, each, bound)
         assert model[0].weight.grad is None
     assert refused == 1 and len(compiled_calls) == 1
+
+
+def test_an_attribute_chooses_the_layer_whose_gradient_is_clipped(compiled_calls):
+    model, compiled, batch = build("choosing")
+    for step in range(16):
+        model.active = (model.a, model.b)[step // 4 % 2]
+        x = batch(4, step)
+        each = per_sample_gradients(model, loss, x)
+        bound = bound_between(each)
+        model.zero_grad()
+        with unsum.clip_per_sample(compiled, max_norm=bound):
+            loss(compiled, x).backward()
+        for name, sums in clipped_sums(each, bound, None).items():
+            grad = model.get_parameter(name).grad
+            found = torch.zeros_like(sums) if grad is None else grad
+            torch.testing.assert_close(found, sums, rtol=1e-8, atol=1e-9)
+    assert compiled_calls

@@ -92,6 +92,16 @@ def test_an_attribute_that_moves_samples_is_not_overlooked(compiled_calls):
     assert compiled_calls
 
 
+def test_an_attribute_that_chooses_a_layer_is_not_overlooked(compiled_calls):
+    """Torch runs what it has compiled for one layer also for the other."""
+    model, compiled, batch = build("choosing")
+    for step in range(16):
+        model.active = (model.a, model.b)[step // 4 % 2]
+        x = batch(4, step)
+        assert_norms(norms_of(model, compiled, x), per_sample_gradients(model, loss, x))
+    assert len(compiled_calls) == 13  # two calls of the one layer ran eagerly, and one of the other
+
+
 def test_modes_are_learnt_apart(compiled_calls):
     """A batch norm that trains makes samples interact, compiled or not."""
     model, compiled, batch = build("images")

@@ -7,14 +7,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unsum import seams
-from unsum.compiled.pattern import Leaf, Pattern, Unknown, Untappable, Way, described, made
+from unsum.compiled.pattern import Leaf, OtherParameters, Pattern, Unknown, Untappable, Way, described, made
 from unsum.factors.dense import Dense
 from unsum.factors.grouping import grouping
 from unsum.factors.outer import Outer
@@ -56,6 +56,16 @@ class Instrumentation:
     graph: Graph | None = None  # the one that ran
     is_unknown: bool = False  # whether calls of these sizes are to be learnt first
     session: Session | None = field(default=None, repr=False)
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """Of the parameters wanted, by id."""
+        return {id(parameter): name for name, parameter in self.parameters.items()}
+
+    def unknown(self, why: str) -> Unknown:
+        """What is raised where calls are to be learnt first."""
+        self.is_unknown = True
+        return Unknown(why)
 
 
 @contextmanager
@@ -136,7 +146,7 @@ class Session:
 
     def _leaves(self, parameters: Sequence[Any]) -> dict[Node, str]:
         """Where the parameters are in the graph; what they get instead of torch's own gradient, where there is any."""
-        names = {id(p): name for name, p in self._trace.parameters.items()}
+        names = self._trace.names
         leaves: dict[Node, str] = {}
         for known, value in zip(_local.given, parameters, strict=True):
             if not isinstance(value, Tensor) or not value.requires_grad:
@@ -154,18 +164,14 @@ class Session:
         summed = self._sums.pop(key, None)
         return None if summed is None else summed.to(grad.dtype).reshape(grad.shape)
 
-    def _unknown(self, why: str) -> Unknown:
-        self._trace.is_unknown = True
-        return Unknown(why)
-
     def _recognised(self, nodes: Sequence[Node], leaf: Leaf) -> Pattern:
         if not self._trace.patterns:
-            raise self._unknown("these sizes were not learnt yet")
+            raise self._trace.unknown("these sizes were not learnt yet")
         whole, _ = described(nodes, leaf)
         for pattern in self._trace.patterns:
             if pattern.nodes == whole:
                 return pattern
-        raise self._unknown(
+        raise self._trace.unknown(
             f"what torch compiles is not what was learnt: {_difference(self._trace.patterns[-1].nodes, whole)}"
         )
 
@@ -183,7 +189,7 @@ class Session:
             self._skipped = pattern.spare
         plan = Plan.empty(n, expected=pattern.expected)
         self._collector = Collector(
-            plan, trace.parameters, {id(p): name for name, p in trace.parameters.items()}, self._reducers,
+            plan, trace.parameters, trace.names, self._reducers,
             keep=False, scale=None, check=False, skipped=self._skipped, only=None,
             deliver=self._deliver, eager=False,
         )  # fmt: skip
@@ -304,8 +310,10 @@ def backend(inner: Callable[..., Any]) -> Callable[..., Any]:
     """A backend for torch.compile: the user's own, given the model with what is wanted of it at its end."""
 
     def compile_(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        trace = _now()
         compiled = instrumented(inner, graph, inputs, **options)
-        return _noted(compiled, _now().graph)
+        own = {k: trace.names.get(id(each), "") for k, each in enumerate(inputs) if isinstance(each, nn.Parameter)}
+        return _noted(compiled, trace.graph, own)
 
     return compile_
 
@@ -334,11 +342,16 @@ def instrumented(
         _local.given = []
 
 
-def _noted(compiled: Callable[..., Any], graph: Graph | None) -> Callable[..., Any]:
-    """Tell with each run which graph it was."""
+def _noted(compiled: Callable[..., Any], graph: Graph | None, own: Mapping[int, str]) -> Callable[..., Any]:
+    """Tell with each run which graph it was. `own`: the names of parameters among its inputs. Torch runs what it has
+    compiled for one layer also with another in its place, which an attribute of the model names."""
 
     def run(*given: Any) -> Any:
-        _now().graph = graph
+        trace = _now()
+        if any(trace.names.get(id(given[k]), "") != name for k, name in own.items()):
+            trace.is_unknown = True
+            raise OtherParameters("it is compiled for other parameters")
+        trace.graph = graph
         return compiled(*given)
 
     return run

@@ -24,6 +24,9 @@ from unsum.seams.nodes import number_of, outputs_of, saved_or
 from unsum.seams.operators import hint, settled
 
 
+HOOKS_AROUND = "it has hooks that are registered on what torch.compile has returned"
+
+
 class Untappable(Exception):
     """Why a call cannot run compiled. It runs eagerly then."""
 
@@ -34,6 +37,10 @@ class NotLasting(Untappable):
 
 class Unknown(Untappable):
     """What torch compiles was not learnt yet."""
+
+
+class OtherParameters(Unknown):
+    """What torch runs is compiled for other parameters than the call uses now."""
 
 
 class Ambiguous(Untappable):

@@ -55,9 +55,9 @@ class Memory:
     def learnt(self, key: Key, new: Pattern | Course) -> None:
         known = self.patterns.setdefault(key, [])
         alike = [each for each in known if each.wanted == new.wanted]
-        if all(each.nodes != new.nodes for each in alike):
-            oldest = alike[0] if len(alike) >= _WAYS else None
-            known[:] = [*(each for each in known if each is not oldest), new]
+        again = next((each for each in alike if each.nodes == new.nodes), None)
+        oldest = alike[0] if again is None and len(alike) >= _WAYS else None
+        known[:] = [*(each for each in known if each is not oldest and each is not again), again or new]  # the last one
         self.patterns.move_to_end(key)
         while len(self.patterns) > KEPT:
             self.patterns.popitem(last=False)
@@ -116,6 +116,11 @@ class Memory:
                 if size not in seen and (len(seen) < 2 or size < 2):
                     return None
         return alike[-1][1]
+
+    def ways(self, key: Key, known: Pattern | Course) -> list[Pattern | Course]:
+        """What is known of a call, and what else was learnt of such calls: attributes of a model choose its layers."""
+        others = self.of(key, known.wanted) if known.is_plain else []
+        return [known, *(each for each in reversed(others) if each is not known)]
 
     def alike(self, key: Key, wanted: frozenset[str]) -> list[Pattern | Course]:
         """What was learnt of calls with any sizes, of which these parameters were wanted."""

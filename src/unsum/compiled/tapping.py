@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -25,7 +26,7 @@ from unsum.compiled.compile import (
 )
 from unsum.compiled.instrument import Instrumentation, tracing
 from unsum.compiled.parts import Course
-from unsum.compiled.pattern import Ambiguous, Pattern, Spoilt, Unknown, Untappable, cause, leaf_of
+from unsum.compiled.pattern import HOOKS_AROUND, Ambiguous, OtherParameters, Pattern, Spoilt, Unknown, Untappable, cause, leaf_of
 from unsum.compiled.rehearsal import Rehearsals, put_back
 from unsum.compiled.remembered import Key, Memory, Record, memory_of
 from unsum.compiled.tapped import Outlet, Tapped
@@ -99,7 +100,10 @@ class Tapping:
         try:
             if (known := memory.known(key, frozenset(self._wanted))) is not None:
                 try:
-                    return self._compiled(memory, known, key, look, module, inner, args, kwargs)
+                    for each in memory.ways(key, known):
+                        with suppress(OtherParameters):
+                            return self._compiled(memory, each, key, look, module, inner, args, kwargs)
+                    raise Unknown("it is compiled for other parameters")
                 except Ambiguous as error:
                     memory.ambiguous[key] = len(memory.patterns)
                     log.info("unsum: the compiled model runs eagerly in this batch: %s", error)
@@ -198,7 +202,7 @@ class Tapping:
             with seams.aside(), tracing(trace):
                 output, held = record.run(inner, [*taps, *given], args, kwargs)
         except Exception as error:
-            if trace.is_unknown:
+            if trace.is_unknown and not isinstance(error, OtherParameters):
                 raise Unknown(str(cause(error) or error)) from error
             raise
         if held.grad_fn is None or trace.graph is None:

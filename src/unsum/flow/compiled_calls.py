@@ -122,7 +122,7 @@ class CompiledCalls:
                 record.hooks = [hooks(k, waits="grad_output" in each) for k, each in enumerate(wants)]
             self._reuses_memory = reuses_memory(module)
             with self._in_parts(inner, args, kwargs) if record.in_parts else nullcontext():
-                with seams.aside(), self._traced_hooks(record), asking(self):
+                with seams.aside(), self._traced_hooks(record), comparing_hooks(), asking(self):
                     output = record.run(inner, args, kwargs)
         except Exception as error:
             record.run = None
@@ -148,7 +148,7 @@ class CompiledCalls:
         """If a call in parts fails, some of which have run: the call is made again, and counts once."""
         seen, counts = len(self._captured), dict(self._flow.calls.counts)
         try:
-            with put_back(inner, args, kwargs), comparing_hooks():
+            with put_back(inner, args, kwargs):
                 yield
         except Exception:
             del self._captured[seen:]
