@@ -709,3 +709,39 @@ def test_an_attribute_says_which_layer_is_called(ran):
         model.active = (model.a, model.b)[step // 3 % 2]
         same(model, compiled, batch(3, step), ("b:output", "b:grad_output"))
     assert ran() == 8 - FIRST
+
+
+class Hooked(nn.Module):
+    """Changes gradients inside a module and after it, by hooks on the tensor that the module returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.out = HookedInside(), nn.Linear(4, 2)
+
+    def forward(self, x):
+        h = self.inner(x)
+        h.register_hook(lambda grad: grad * 7)
+        return self.out(h.sin())
+
+
+class HookedInside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.layer(x)
+        h.register_hook(lambda grad: grad * 5)
+        return h
+
+
+def test_gradients_between_hooks_of_the_model_on_one_tensor(ran):
+    model, compiled, batch = build("hooked", nets={"hooked": (Hooked, rows)})
+    for step in range(4):
+        x = batch(3, step)
+        got = same(model, compiled, x, ("inner.layer:grad_output", "inner:grad_output"))
+        h = model.inner.layer(x).detach().requires_grad_()
+        loss_of(model.out(h.sin())).backward()
+        torch.testing.assert_close(got["inner.layer:grad_output"], h.grad)
+        torch.testing.assert_close(got["inner:grad_output"], h.grad * 5)
+    assert ran() == 4 - FIRST

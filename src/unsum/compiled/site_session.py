@@ -1,6 +1,6 @@
 """What sees the tensors of sites while torch writes down a model, as calls in the graph that it writes down.
 
-Torch runs the graph with stand-ins for tensors, and differentiates it. Hooks on the nodes of watched tensors note their
+Torch runs the graph with stand-ins for tensors, and differentiates it. Hooks on watched tensors note their
 gradients, which leave as the gradients of taps. What would not be told apart raises `Untappable`."""
 
 from __future__ import annotations
@@ -70,12 +70,9 @@ class Session:
         if base_of(tensor) is not None:
             self.note(None, tensor)  # if it is changed in place, its gradient comes elsewhere
         self._watched[tap] = node, tensor.output_nr
-        seams.on_node(node, partial(self._arrive, tap, tensor.output_nr))
-
-    def _arrive(self, tap: int, output: int, grads: Sequence[Tensor | None]) -> None:
-        grad = grads[output]
-        if grad is not None:
-            self._grads[tap] = grad
+        seams.on_gradient(
+            tensor, partial(self._grads.__setitem__, tap)
+        )  # among hooks of the model's own, in their order
 
     def end(self, outputs: Sequence[Any]) -> None:
         """The forward is over."""
@@ -92,7 +89,7 @@ class Session:
             self.traced.gradients[tap].reached_from = frozenset(k for k, edges in enumerate(below) if edge in edges)
 
     def forget(self) -> None:
-        """Torch has compiled the model. Hooks on nodes hold this session, which must not hold the nodes."""
+        """Torch has compiled the model: no tensor of it is held."""
         self.begin_again()
 
     def finish(self, taps: Sequence[Tensor]) -> tuple[Tensor | None, ...]:

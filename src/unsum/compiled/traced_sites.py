@@ -2,7 +2,7 @@
 
 Torch's compiler reads the hooks of modules when it compiles them. So a model is compiled once more with hooks that say
 "a module is entered" and "a module is left" (`hooks`). In the graph that the user's backend is given these calls are
-gone, and in their place are further outputs, and hooks on the nodes of the tensors whose gradients are wanted. Nothing
+gone, and in their place are further outputs, and hooks on the tensors whose gradients are wanted. Nothing
 of the model is computed in another way. A tap is an input that nothing uses and that has the shape of one such tensor;
 the compiled backward returns the tensor's gradient as that of the tap.
 
