@@ -745,3 +745,13 @@ def test_gradients_between_hooks_of_the_model_on_one_tensor(ran):
         torch.testing.assert_close(got["inner.layer:grad_output"], h.grad)
         torch.testing.assert_close(got["inner:grad_output"], h.grad * 5)
     assert ran() == 4 - FIRST
+
+
+def test_hooks_on_what_compile_has_returned_are_called(ran):
+    model, compiled, batch = build("twice")
+    compiled.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    for step in range(4):
+        with unsum.capture(compiled, "first:input@0") as got:
+            compiled(batch(3, step))
+        torch.testing.assert_close(got["first:input@0"], batch(3, step) + 1)
+    assert ran() == 0

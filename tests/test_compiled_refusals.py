@@ -102,6 +102,16 @@ def test_an_attribute_that_chooses_a_layer_is_not_overlooked(compiled_calls):
     assert len(compiled_calls) == 13  # two calls of the one layer ran eagerly, and one of the other
 
 
+def test_hooks_on_what_compile_has_returned_are_called(compiled_calls):
+    model, compiled, batch = build("choosing")
+    compiled.register_forward_hook(lambda module, args, output: output * 2)
+    for step in range(4):
+        x = batch(4, step)
+        doubled = lambda model, x: loss(lambda x: 2 * model(x), x)
+        assert_norms(norms_of(model, compiled, x), per_sample_gradients(model, doubled, x))
+    assert not compiled_calls
+
+
 def test_modes_are_learnt_apart(compiled_calls):
     """A batch norm that trains makes samples interact, compiled or not."""
     model, compiled, batch = build("images")

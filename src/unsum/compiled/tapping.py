@@ -26,7 +26,17 @@ from unsum.compiled.compile import (
 )
 from unsum.compiled.instrument import Instrumentation, tracing
 from unsum.compiled.parts import Course
-from unsum.compiled.pattern import HOOKS_AROUND, Ambiguous, OtherParameters, Pattern, Spoilt, Unknown, Untappable, cause, leaf_of
+from unsum.compiled.pattern import (
+    HOOKS_AROUND,
+    Ambiguous,
+    OtherParameters,
+    Pattern,
+    Spoilt,
+    Unknown,
+    Untappable,
+    cause,
+    leaf_of,
+)
 from unsum.compiled.rehearsal import Rehearsals, put_back
 from unsum.compiled.remembered import Key, Memory, Record, memory_of
 from unsum.compiled.tapped import Outlet, Tapped
@@ -81,6 +91,9 @@ class Tapping:
         inner = unwrapped(module)
         name = self._names.get(id(inner))
         if name is None:
+            return seams.NOTHING
+        if seams.has_hooks_around(module):
+            log.info("unsum: the compiled model runs eagerly in this block: %s", HOOKS_AROUND)
             return seams.NOTHING
         self._forward.watching.turn(False)  # what is done here is no part of the model; an eager call turns it on again
         if not torch.is_grad_enabled() or self._has_no_forms():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from unsum import seams
 from unsum.compiled.compile import compiled_with_sites, reuses_memory
-from unsum.compiled.pattern import Spoilt, Untappable, cause
+from unsum.compiled.pattern import HOOKS_AROUND, Spoilt, Untappable, cause
 from unsum.compiled.rehearsal import put_back
 from unsum.compiled.traced import Choice, Traced
 from unsum.compiled.traced_sites import asking, hooks
@@ -101,6 +101,9 @@ class CompiledCalls:
         inner = unwrapped(module)
         names = self._flow.requests.names
         if names is None or inner is not names.model or _is_elsewhere():
+            return seams.NOTHING
+        if seams.has_hooks_around(module):
+            log.info("unsum: the compiled model runs eagerly in this block: %s", HOOKS_AROUND)
             return seams.NOTHING
         record = _record(module, self._key())
         record.calls += 1

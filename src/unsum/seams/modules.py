@@ -58,6 +58,11 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or "dynamo_ctx" in module.__dict__
 
 
+def has_hooks_around(module: nn.Module) -> bool:
+    """Whether hooks are on what `torch.compile(module)` gives: torch calls them, and compiles what they are around."""
+    return "dynamo_ctx" in module.__dict__ and any(map(vars(module).get, _HOOKS))
+
+
 class _Seam:
     """The function behind `nn.Module.__call__`. While somebody watches, its code is another: the function, and the
     class, are the same ones all the time. (To put another function into the class makes Python forget what it knows of
