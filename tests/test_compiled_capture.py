@@ -748,7 +748,7 @@ def test_gradients_between_hooks_of_the_model_on_one_tensor(ran):
 
 
 def test_hooks_on_what_compile_has_returned_are_called(ran):
-    model, compiled, batch = build("twice")
+    _, compiled, batch = build("twice")
     compiled.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
     for step in range(4):
         with unsum.capture(compiled, "first:input@0") as got:
