@@ -112,6 +112,23 @@ def test_hooks_on_what_compile_has_returned_are_called(compiled_calls):
     assert not compiled_calls
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_hooks_on_all_modules_are_called(compiled_calls):
+    """Torch calls them for what torch.compile has returned, too."""
+    model, compiled, batch = build("choosing")
+    doubled = lambda model, x: loss(lambda x: 2 * model(x), x)
+    for step in range(5):
+        x = batch(4, step)
+        truth = per_sample_gradients(model, doubled if step > 2 else loss, x)
+        doubling = lambda module, args, output: output * 2 if step > 2 and module is compiled else None  # noqa: B023
+        handle = nn.modules.module.register_module_forward_hook(doubling)
+        if step < 3:
+            handle.remove()
+        assert_norms(norms_of(model, compiled, x), truth)
+        handle.remove()
+    assert len(compiled_calls) == 1
+
+
 def test_modes_are_learnt_apart(compiled_calls):
     """A batch norm that trains makes samples interact, compiled or not."""
     model, compiled, batch = build("images")

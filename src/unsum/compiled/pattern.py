@@ -23,7 +23,7 @@ from unsum.rules.registry import Rule
 from unsum.seams.nodes import number_of, outputs_of, saved_or
 from unsum.seams.operators import hint, settled
 
-HOOKS_AROUND = "it has hooks that are registered on what torch.compile has returned"
+HOOKS_AROUND = "hooks are registered on what torch.compile has returned, or on all modules"
 
 
 class Untappable(Exception):

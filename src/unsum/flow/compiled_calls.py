@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from unsum import seams
 from unsum.compiled.compile import compiled_with_sites, reuses_memory
-from unsum.compiled.pattern import HOOKS_AROUND, Spoilt, Untappable, cause
+from unsum.compiled.pattern import HOOKS_AROUND, Spoilt, Untappable, reason
 from unsum.compiled.rehearsal import put_back
 from unsum.compiled.traced import Choice, Traced
 from unsum.compiled.traced_sites import asking, hooks

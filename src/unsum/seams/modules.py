@@ -45,6 +45,7 @@ class Watcher(Protocol):
 NOTHING = object()
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")  # of hooks
+_on_all = [getattr(nn.modules.module, f"_global{name}") for name in _HOOKS]  # hooks that torch calls for every module
 OWN = (
     "_parameters",
     "_modules",
@@ -59,8 +60,9 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def has_hooks_around(module: nn.Module) -> bool:
-    """Whether hooks are on what `torch.compile(module)` gives: torch calls them, and compiles what they are around."""
-    return "dynamo_ctx" in module.__dict__ and any(map(vars(module).get, _HOOKS))
+    """Whether hooks are on what `torch.compile(module)` gives, or on all modules: torch calls them, and compiles what
+    they are around."""
+    return any(_on_all) or ("dynamo_ctx" in module.__dict__ and any(map(vars(module).get, _HOOKS)))
 
 
 class _Seam:
