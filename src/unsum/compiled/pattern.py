@@ -59,6 +59,12 @@ def cause(error: BaseException | None) -> Untappable | None:
     return None
 
 
+def reason(error: BaseException) -> str:
+    """In one line, why a call cannot run compiled."""
+    found = cause(error) or getattr(error, "inner_exception", None) or error  # torch wraps errors of a backend
+    return (str(found) or type(found).__name__).splitlines()[0]
+
+
 @dataclass(frozen=True)
 class Along:
     """Samples lie along a dimension, however many there are."""

@@ -36,6 +36,7 @@ from unsum.compiled.pattern import (
     Untappable,
     cause,
     leaf_of,
+    reason,
 )
 from unsum.compiled.rehearsal import Rehearsals, put_back
 from unsum.compiled.remembered import Key, Memory, Record, memory_of
@@ -138,7 +139,7 @@ class Tapping:
         except Exception as error:
             self.rehearsals.drop()
             watch_again(self._model)
-            memory.refused[wanted] = (str(cause(error) or error) or type(error).__name__).splitlines()[0]
+            memory.refused[wanted] = reason(error)
             log.warning("unsum: the compiled model runs eagerly in this block: %s", memory.refused[wanted])
         return seams.NOTHING
 

@@ -135,7 +135,7 @@ class CompiledCalls:
             if is_too_often(error) and record.times < _TIMES:
                 record.times += 1
                 return self._call(record, module, inner, args, kwargs)
-            record.refused = (str(cause(error) or error) or type(error).__name__).splitlines()[0]
+            record.refused = reason(error)
             log.warning("unsum: the compiled model runs eagerly in this block: %s", record.refused)
             if isinstance(error, Spoilt):
                 raise
