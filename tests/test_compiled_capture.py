@@ -194,10 +194,71 @@ def test_inductor(name, ran):
     assert ran() == 2
 
 
-def test_shares_of_inputs_run_eagerly(ran):
-    model, compiled, batch = build("residual")
+@pytest.mark.parametrize("sites", [("*:grad_input",), (*ALL, "*:grad_input")], ids=["alone", "all"])
+@pytest.mark.parametrize("name", NETS)
+def test_shares_of_inputs_are_those_of_the_model_itself(name, sites, ran):
+    model, compiled, batch = build(name)
+    in_order = sorted if name == "identities" else lambda each: each  # of a module that returns what it is given
+    for step, n in enumerate([3, 3, 3, 4, 5]):
+        same(model, compiled, batch(n, step), sites, in_order=in_order)
+    assert ran() == 3
+
+
+class Several(nn.Module):
+    """Several arguments, by place and by keyword; `how` says whether one of them also comes in another way."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.first, self.inner, self.out = nn.Linear(4, 4), Product(), nn.Linear(4, 2)
+        self.how = how
+
+    def forward(self, x):
+        h = self.first(x)
+        self.inner.beside = h if self.how == "attribute" else None
+        more = (h,) if self.how == "nested" else ()
+        h = h * 1 if self.how == "view" else h
+        other = h.view_as(h) if self.how == "view" else h
+        return self.out(self.inner(h, other, c=h.sin(), more=more) + self.inner(h, x, c=h) + h)
+
+
+class Product(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.beside = nn.Linear(4, 4), None
+
+    def forward(self, a, b, *, c, more=()):
+        found = self.layer(a) * b + c + sum(more)
+        return found if self.beside is None else found + self.beside.cos()
+
+
+@pytest.mark.parametrize("how", ["twice", "view", "nested", "attribute"])
+def test_shares_of_arguments_that_are_one_tensor(how, ran):
+    sites = ("inner:grad_input", "inner:grad_input[1]", "inner:grad_input.c")
+    model, compiled, batch = build("several", nets={"several": (lambda: Several(how), rows)})
+    for step in range(5):
+        same(model, compiled, batch(3, step), sites, in_order=sorted)
+    assert ran() == (0 if how in ("nested", "attribute") else 3)
+
+
+class Paired(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner, self.out = nn.Linear(4, 4), Sum(), nn.Linear(4, 2)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.out(self.inner((h, h.tanh())) + h)
+
+
+class Sum(nn.Module):
+    def forward(self, pair):
+        return pair[0].exp() + pair[1]
+
+
+def test_shares_of_arguments_in_a_tuple_run_eagerly(ran):
+    model, compiled, batch = build("paired", nets={"paired": (Paired, rows)})
     for step in range(4):
-        same(model, compiled, batch(3, step), ("*:grad_input", "*:grad_output"))
+        same(model, compiled, batch(3, step), ("inner:grad_input", "inner:grad_input[0][1]"), in_order=sorted)
     assert ran() == 0
 
 

@@ -49,8 +49,9 @@ def assert_sums(moments, kronecker, model, x):
 
 
 def tied(model):
-    every = [id(p) for _, p in model.named_parameters(remove_duplicate=False)]
-    return {name for name, p in model.named_parameters(remove_duplicate=False) if every.count(id(p)) > 1}
+    """Of two modules: one module under two names is one layer."""
+    every = [id(p) for module in model.modules() for p in module.parameters(recurse=False)]
+    return {name for name, p in model.named_parameters() if every.count(id(p)) > 1}
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["with .grad", "without"])

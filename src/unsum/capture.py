@@ -83,8 +83,7 @@ class Capture:
         if self._model is None or self._keeping.keep == "graph" or self._stop or not seams.is_compiled(self._model):
             return False
         assert self._flow is not None
-        needs_gates = lambda site: site.kind == "grad_input" or self._flow.requests.mark_in(site) is not None
-        return not any(needs_gates(site) for site in self._asked)
+        return all(self._flow.requests.mark_in(site) is None for site in self._asked)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

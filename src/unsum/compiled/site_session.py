@@ -67,8 +67,12 @@ class Session:
             raise Untappable("a module changes its argument in place")  # other names of it may lead elsewhere
         if node is None or number_of(node) < start or node in given:
             raise Untappable("a module returns what it was given, or a parameter")
+        self.watch_share(tap, tensor)
+
+    def watch_share(self, tap: int, tensor: Tensor) -> None:
         if base_of(tensor) is not None:
             self.note(None, tensor)  # if it is changed in place, its gradient comes elsewhere
+        node = tensor.grad_fn
         self._watched[tap] = node, tensor.output_nr
         seams.on_gradient(
             tensor, partial(self._grads.__setitem__, tap)
@@ -147,6 +151,11 @@ def note(value: int, tensor: Tensor) -> None:
 def watch(call: int, tap: int, tensor: Tensor) -> None:
     """The gradient of a tensor is wanted."""
     _session().watch(call, tap, tensor)
+
+
+def watch_share(tap: int, tensor: Tensor) -> None:
+    """The gradient of an alias is wanted, which a module has been given."""
+    _session().watch_share(tap, tensor)
 
 
 def end(*outputs: Any) -> None:

@@ -1,7 +1,8 @@
 """Sites inside a compiled model: values leave it as further outputs, gradients through taps.
 
 Torch's compiler reads the hooks of modules when it compiles them. So a model is compiled once more with hooks that say
-"a module is entered" and "a module is left" (`hooks`). In the graph that the user's backend is given these calls are
+"a module is entered" and "a module is left" (`hooks`). A module whose share of its arguments' gradients is wanted is
+given aliases of them. In the graph that the user's backend is given these calls are
 gone, and in their place are further outputs, and hooks on the tensors whose gradients are wanted. Nothing
 of the model is computed in another way. A tap is an input that nothing uses and that has the shape of one such tensor;
 the compiled backward returns the tensor's gradient as that of the tap.
@@ -27,7 +28,7 @@ from unsum.compiled.traced import Choice, Gradient, Traced, Value
 from unsum.graph.nodes import Node
 from unsum.seams.compiling import Shapes, allow_in_graph, copied, run_as_it_is, with_inputs
 from unsum.seams.tensors import memory_number
-from unsum.types import Path
+from unsum.types import Kind, Path
 
 _local = threading.local()
 
@@ -40,8 +41,8 @@ class Asking(Protocol):
     @property
     def compares_versions(self) -> bool: ...  # whether a value that is changed in place afterwards is never read
 
-    def choose(self, place: int, is_output: bool, found: Mapping[Path, Tensor]) -> Sequence[Choice]:
-        """Which tensors of a module's arguments or output are wanted."""
+    def choose(self, place: int, kinds: Sequence[Kind], found: Mapping[Path, Tensor]) -> Sequence[Choice]:
+        """Which tensors of a module's arguments or output are wanted, of these kinds."""
         ...
 
     def enter(self, place: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -64,8 +65,17 @@ def _entered(place: int, paths: tuple[Path, ...], *tensors: Tensor) -> None:
     """Stands in the graph where a module is entered, with the tensors among its arguments."""
 
 
+def _shared(place: int, paths: tuple[Path, ...], *tensors: Tensor) -> None:
+    """Stands after it, with aliases in the place of the tensors: what comes to them is this module's share."""
+
+
 def _left(place: int, paths: tuple[Path, ...], *tensors: Tensor) -> None:
     """Stands in the graph where a module is left, with the tensors in its output."""
+
+
+_KINDS: dict[Any, tuple[Kind, ...]] = {
+    _entered: ("input",), _shared: ("grad_input",), _left: ("output", "grad_output"),
+}  # fmt: skip
 
 
 def _flat(value: Any, path: Any, paths: list[Any], tensors: list[Tensor]) -> None:
@@ -84,9 +94,22 @@ def _flat(value: Any, path: Any, paths: list[Any], tensors: list[Tensor]) -> Non
             _flat(getattr(value, name), (*path, name), paths, tensors)
 
 
-def hooks(place: int, *, waits: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _aliased(tensors: list[Tensor]) -> list[Tensor]:
+    """An alias for each of these; one for all that are the same."""
+    made: list[Tensor] = []
+    for k, tensor in enumerate(tensors):
+        first = k
+        for j in range(k):
+            if first == k and tensors[j] is tensor:
+                first = j
+        made.append(tensor.view_as(tensor) if first == k and tensor.requires_grad else (*made, tensor)[first])
+    return made
+
+
+def hooks(place: int, *, waits: bool, shares: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """What torch reads before and after each call of a module. `waits`: the gradient of its output is wanted, so that a
-    module which returns an argument returns an alias. Outside compiled parts the two are called."""
+    module which returns an argument returns an alias. `shares`: that of its arguments is, so that it gets aliases of
+    those that are tensors. Outside compiled parts the two are called."""
     enter, leave = _known_to_torch()
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -98,7 +121,16 @@ def hooks(place: int, *, waits: bool) -> tuple[Callable[..., Any], Callable[...,
             _flat(each, (k,), paths, tensors)
         _flat(kwargs, (), paths, tensors)
         _entered(place, tuple(paths), *tensors)
-        return None
+        if not shares:
+            return None
+        names = [*range(len(args)), *kwargs]
+        values = [*args, *kwargs.values()]
+        given = [k for k in range(len(values)) if isinstance(values[k], Tensor)]
+        aliases = _aliased([values[k] for k in given])
+        _shared(place, tuple([(names[k],) for k in given]), *aliases)
+        for k in range(len(given)):
+            values[given[k]] = aliases[k]
+        return tuple(values[: len(args)]), dict(zip(kwargs.keys(), values[len(args) :], strict=True))
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
         if not _is_in_dynamo():
@@ -131,8 +163,8 @@ def _leave(place: int, module: nn.Module, args: Any, output: Any) -> Any:
 def _known_to_torch() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Tell torch's compiler which functions it is to leave as they are. (Not before they are needed: it takes a second
     to import.) Returns those that are called outside compiled parts."""
-    allow_in_graph(_entered)
-    allow_in_graph(_left)
+    for mark in _KINDS:
+        allow_in_graph(mark)
     return torch.compiler.disable(_enter), torch.compiler.disable(_leave)
 
 
@@ -202,6 +234,8 @@ class _Rewriting:
         self._further: list[Any] = []  # outputs
         self._watched: list[Any] = []  # nodes, by tap
         self._under_way: list[int] = []  # calls
+        self._given: list[Any] = []  # the nodes of the last call's arguments
+        self._replaced: dict[int, set[Any]] = {}  # of calls under way: arguments that have aliases
         for inside in graph.modules():
             if (
                 isinstance(inside, torch.fx.GraphModule)
@@ -213,7 +247,10 @@ class _Rewriting:
     def run(self) -> tuple[list[Any], list[Any]]:
         """Returns the nodes of further outputs, and those whose gradients are wanted."""
         for node in list(self._graph.nodes):
-            if _is_mark(node):
+            if not _is_mark(node):
+                if any(not replaced.isdisjoint(node.all_input_nodes) for replaced in self._replaced.values()):
+                    raise Untappable("a module reaches its argument in another way, too")
+            else:
                 with self._graph.inserting_before(node):
                     self._see(node)
                 self._graph.erase_node(node)
@@ -223,19 +260,24 @@ class _Rewriting:
 
     def _see(self, mark: Any) -> None:
         place, paths, *nodes = mark.args
-        is_output = mark.target is _left
-        if is_output:
-            call = self._under_way.pop() if self._under_way else -1
-            if call < 0 or self._traced.calls[call] != place:
-                raise Untappable("calls of modules are not nested in one another")
-        else:
+        if mark.target is _entered:
             call = len(self._traced.calls)
             self._traced.calls.append(place)
             self._under_way.append(call)
+            self._given = nodes
             self._graph.call_function(site_session.begin, (call, *nodes))
+        else:
+            call = self._under_way[-1] if self._under_way else -1
+            if call < 0 or self._traced.calls[call] != place:
+                raise Untappable("calls of modules are not nested in one another")
+            if mark.target is _left:
+                self._replaced.pop(self._under_way.pop(), None)
+            else:
+                aliases = [node for node in nodes if node not in self._given]
+                self._replaced[call] = {made_from for node in aliases for made_from in node.all_input_nodes}
         at = dict(zip(map(tuple, paths), nodes, strict=True))
         found = {path: node.meta["example_value"] for path, node in at.items()}
-        for choice in self._asking.choose(place, is_output, found):
+        for choice in self._asking.choose(place, _KINDS[mark.target], found):
             if choice.kind in ("input", "output"):
                 self._value(call, choice, at[choice.path])
             else:
@@ -271,13 +313,16 @@ class _Rewriting:
         if not traced.has_grad or not node.meta["example_value"].requires_grad:
             traced.silent.append((traced.calls[call], choice.kind))
             return
-        self._graph.call_function(site_session.watch, (call, len(self._watched), node))
+        if choice.kind == "grad_input":
+            self._graph.call_function(site_session.watch_share, (len(self._watched), node))
+        else:
+            self._graph.call_function(site_session.watch, (call, len(self._watched), node))
         traced.gradients.append(Gradient(call, choice))
         self._watched.append(node)
 
 
 def _is_mark(node: Any) -> bool:
-    return node.op == "call_function" and node.target in (_entered, _left)
+    return node.op == "call_function" and node.target in _KINDS
 
 
 # ---- while it runs -------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from unsum.seams.compiling import comparing_hooks, is_graph_break, is_too_often
 from unsum.seams.nodes import current_backward
 from unsum.seams.tensors import version_of
 from unsum.sites import Place, unwrapped
-from unsum.types import Path
+from unsum.types import Kind, Path
 
 log = logging.getLogger("unsum")
 
@@ -122,7 +122,9 @@ class CompiledCalls:
             if record.run is None:
                 record.run = compiled_with_sites(module, in_parts=record.in_parts)
                 wants = [self._flow.requests.wants[place] for place in self._places]
-                record.hooks = [hooks(k, waits="grad_output" in each) for k, each in enumerate(wants)]
+                record.hooks = [
+                    hooks(k, waits="grad_output" in each, shares="grad_input" in each) for k, each in enumerate(wants)
+                ]
             self._reuses_memory = reuses_memory(module)
             with self._in_parts(inner, args, kwargs) if record.in_parts else nullcontext():
                 with seams.aside(), self._traced_hooks(record), comparing_hooks(), asking(self):
@@ -169,11 +171,11 @@ class CompiledCalls:
 
     # ---- told while torch compiles ----------------------------------------------------------------------------
 
-    def choose(self, place: int, is_output: bool, found: Mapping[Path, Tensor]) -> Sequence[Choice]:
+    def choose(self, place: int, kinds: Sequence[Kind], found: Mapping[Path, Tensor]) -> Sequence[Choice]:
         where, requests = self._places[place], self._flow.requests
         value = nested(found)
         choices: list[Choice] = []
-        for kind in ("output", "grad_output") if is_output else ("input",):
+        for kind in kinds:
             sites = [(number, requests.asked[number]) for number in requests.wants[where].get(kind, ())]
             if not sites:
                 continue
