@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import unsum
 from nets import SEQUENCES, Adapted, D, Experts, N, T, mlp, scalar
+from reads import assert_reads, assert_reducers
 from unsum.errors import InteractionError
 from unsum.graph import codes
 
@@ -105,6 +106,51 @@ class Routed(nn.Module):
             back = order if self.lost else order.argsort()
             h = h + (torch.tanh(inner(h[order])) * weight[:, None])[back]
         return h.view_as(x)
+
+
+WEIGHTS = {  # parts of one parameter: graphs of one structure, whose nodes have saved other numbers in each step
+    "one of several": lambda w, step: w[step % 4],
+    "along another dimension": lambda w, step: w.select(step % 3, 1),
+    "unbound along another dimension": lambda w, step: w.unbind(step % 3)[step % 4],
+    "turned, or not": lambda w, step: w[step % 4].transpose(0, step % 2),
+    "others that are turned": lambda w, step: w.transpose(1, 1 + step % 2)[step % 4],
+    "every second row": lambda w, step: w.flatten(0, 1)[: (4, 7)[step % 2] : 1 + step % 2],
+    "every second number": lambda w, step: w.flatten()[: (4, 7)[step % 2] : 1 + step % 2].diag(),
+}
+
+
+class OfOneParameter(nn.Module):
+    """Uses parts of one parameter, by the step."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.inner, self.weights, self.part, self.step = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4, 4)), part, 0
+
+    def forward(self, x):
+        h = torch.tanh(self.inner(x)) @ self.part(self.weights, self.step)
+        return torch.tanh(h) * self.part(self.weights, self.step + 1).sum(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("part", WEIGHTS)
+def test_the_way_to_a_parameter_is_that_of_the_step(part, dtype):
+    """The way from a meeting to the parameter is of a structure that is known, and leads elsewhere."""
+    torch.manual_seed(0)
+    model, precise = OfOneParameter(WEIGHTS[part]).to(dtype), 1e-9 if dtype == torch.float64 else 1e-4
+    for step in range(6):
+        model.step, x = step, torch.randn(5 + step % 2, 4, dtype=dtype)
+        truth = per_sample_gradients(model, scalar, x)
+        assert_reducers(model, lambda m, x=x: scalar(m, x), truth, precise)
+        with unsum.gradients(model) as g:
+            scalar(model, x).backward()
+        assert_reads(g, truth, precise)
+        norms = torch.cat([each.flatten(1) for each in truth.values()], 1).norm(dim=1)
+        model.zero_grad()
+        with unsum.clip_per_sample(model, max_norm=float(norms.median()), verify=False):
+            scalar(model, x).backward()
+        for name, each in truth.items():
+            wanted = torch.tensordot((norms.median() / norms).clamp_max(1), each, 1)
+            torch.testing.assert_close(model.get_parameter(name).grad.double(), wanted, rtol=precise, atol=precise * 10)
 
 
 def test_rows_that_go_elsewhere_in_every_batch_need_no_new_plan(learnt):

@@ -74,7 +74,7 @@ class Audit:
             tolerance = max(rounding_of(node), _TF32 if node.name().startswith("CudnnRnn") else 0, *precisions)
             self._open.append((node, edge, norms, tolerance))
             self.rules[node, edge] = rule
-            if _is_followed(kind, child, output):
+            if is_followed(kind, child, output):
                 # a sum that torch computes anyway, or rounds, is left to torch
                 own = rule.several or rounding_of(node)
                 self.followed[node, edge] = not own and sum_comes_with_norms(kind)
@@ -141,7 +141,8 @@ def _leaf_dtype(child: Node) -> torch.dtype | None:
     return child.variable.dtype  # type: ignore[no-any-return]
 
 
-def _is_followed(kind: Term, child: Node, output: int) -> bool:
+def is_followed(kind: Term, child: Node, output: int) -> bool:
+    """Whether factors can be followed from here to a parameter."""
     while not is_leaf(child):
         nexts = below(child)
         if len(nexts) != 1:

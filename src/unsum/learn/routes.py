@@ -147,15 +147,15 @@ def rule_routes(
         if by is None:
             continue
         meeting = Meeting(node.name(), modules[at], at, rule.name)
-        straight = (node, edge) in audit.followed
-        parameter, turned, member = _straight(child, output, names) if straight else (None, False, None)
+        followed = (node, edge) in audit.followed
+        parameter, turned, member = straight(child, output, names) if followed else (None, False, None)
         parameter = parameter if isinstance(layout, Regular) or not by.has_nobodys else None
         found.setdefault(at, []).append(Route(edge, rule, by, shape, meeting, parameter, turned, member))
     # a matrix before its bias: its pass over δ serves both
     return {at: tuple(sorted(routes, key=lambda route: -prod(route.shape))) for at, routes in found.items()}
 
 
-def _straight(child: Node, output: int, names: Mapping[int, str]) -> tuple[str | None, bool, int | None]:
+def straight(child: Node, output: int, names: Mapping[int, str]) -> tuple[str | None, bool, int | None]:
     """The parameter to which transposes and casts alone lead, whether it is transposed; and which of its matrices it
     is, if it is one of several."""
     turned, member = False, None

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from unsum.factors.total import Term
 from unsum.graph.layout import Layout, Mapped, Regular, same
 from unsum.graph.nodes import Edge, Node
 from unsum.graph.owners import Owners
 from unsum.graph.rounded import rounding_of
 from unsum.kernels import costs
-from unsum.learn.audit import shape_of
-from unsum.learn.routes import skippable
+from unsum.learn.audit import is_followed, shape_of
+from unsum.learn.routes import skippable, straight
 from unsum.learn.rows import Rows
 from unsum.learn.setting import Setting, numbers_saved_by
 from unsum.plan.plan import Plan, Route, has_doubts
@@ -142,8 +143,8 @@ def derived(
     owned = {place: owners for place in plan.owned if (owners := found[place]) is not None}
     if len(owned) < len(plan.owned) or not agrees(judged, owned, nodes, rows):
         return None
-    routes = _fitted(plan.routes, owned, nodes, n)
-    if routes is None:
+    routes = _fitted(_led(plan, nodes, names), owned, nodes, n)
+    if routes is None or not _reach(plan, routes, nodes):
         return None
     if same_sizes is not None and _lie_alike(same_sizes.owned, owned):
         return replace(
@@ -236,6 +237,44 @@ def _are_true(holds: Sequence[Tensor]) -> bool:
     return all(bool(torch.stack([each for each in holds if each.device == device]).all()) for device in devices)
 
 
+def _led(plan: Plan, nodes: Sequence[Node], names: Mapping[int, str]) -> dict[int, list[Route]]:
+    """The routes of a plan, to where they lead in this graph. Which of several matrices was met, and whether it was
+    turned, are numbers that nodes on the way have saved: a structure does not tell them."""
+    found: dict[int, list[Route]] = {}
+    for place, there in plan.routes.items():
+        found[place] = []
+        for route in there:
+            if route.parameter is not None:
+                child, output = nodes[place].next_functions[route.edge]
+                parameter, turned, member = straight(child, output, names)
+                if (parameter, turned, member) != (route.parameter, route.turned, route.member):
+                    route = replace(route, parameter=parameter, turned=turned, member=member)
+            found[place].append(route)
+    return found
+
+
+def _reach(plan: Plan, routes: Mapping[int, Sequence[Route]], nodes: Sequence[Node]) -> bool:
+    """Whether factors come to their parameters wherever they did when the structure was judged: it is counted on that
+    none is formed on its way. (A slice takes every second row now, say.)"""
+    memos: dict[int, dict[Any, Any]] = {}
+    for place, edge in plan.reaches:
+        node = nodes[place]
+        route = next((each for each in routes.get(place, ()) if each.edge == edge), None)
+        if route is None or route.parameter is not None or 0 in outputs_of(node)[0].shape:
+            continue
+        kind = _without_numbers(route, node, memos.setdefault(place, {}) if route.rule.several else {})
+        if kind is None or not is_followed(kind, *node.next_functions[edge]):
+            return False
+    return True
+
+
+def _without_numbers(route: Route, node: Node, memo: dict[Any, Any]) -> Term | None:
+    """What the rule makes of a gradient of zeros."""
+    meta, *others = outputs_of(node)
+    delta = torch.zeros((), dtype=meta.dtype, device=meta.device).expand(tuple(meta.shape))
+    return route.rule.make(Call(node, delta, route.by, route.shape, memo=memo, others=[None] * len(others)))
+
+
 def _fitted(
     routes: Mapping[int, Sequence[Route]], owned: Mapping[int, Owners], nodes: Sequence[Node], n: int
 ) -> dict[int, tuple[Route, ...]] | None:
@@ -290,10 +329,8 @@ def sizes_of(plan: Plan, nodes: Sequence[Node]) -> dict[str, Size]:
         route = next((route for route in plan.routes.get(place, ()) if route.edge == edge), None)
         if route is None or name in plan.late:
             continue
-        meta, *others = outputs_of(nodes[place])
-        delta = torch.zeros((), dtype=meta.dtype, device=meta.device).expand(tuple(meta.shape))
         memo = memos.setdefault(place, {}) if route.rule.several else {}  # a pass through time serves all edges
-        kind = route.rule.make(Call(nodes[place], delta, route.by, route.shape, memo=memo, others=[None] * len(others)))
+        kind = _without_numbers(route, nodes[place], memo)
         if kind is not None:
             found[name] = found[name] + size_of(kind) if name in found else size_of(kind)
     if not plan.is_dynamic:
