@@ -209,6 +209,35 @@ def test_positions_of_routed_parameters_are_those_of_the_tokens():
         assert torch.equal(here, F.one_hot(chosen.reshape(N, T * K), E) > 0)
 
 
+class OneExpert(nn.Module):
+    """Tokens whose first number is positive go to an expert."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.expert = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x)).flatten(0, 1)
+        chosen = (x.flatten(0, 1)[:, 0] > 0).nonzero()[:, 0]
+        return torch.zeros_like(h).index_add(0, chosen, self.expert(h[chosen])).view_as(x)
+
+
+def test_rows_that_an_expert_got_are_no_positions_of_the_input():
+    """All tokens of one sample, and some of another: as many as there are positions."""
+    torch.manual_seed(0)
+    model, x = OneExpert().double(), torch.randn(2, 4, 3, dtype=torch.float64)
+    for signs in ([1, 1, 1, 1, -1, 1, -1, 1], [1, 1, 1, 1, 1, 1, 1, 1], [-1, 1, 1, 1, 1, 1, -1, -1]):
+        x[..., 0] = x[..., 0].abs() * torch.tensor(signs).view(2, 4)
+        with unsum.gradients(model, unsum.TokenNorms()) as g:
+            model(x).square().sum().backward()
+        found = g[unsum.TokenNorms]
+        assert set(found.left_out) in (set(), {"expert.weight", "expert.bias"})
+        each = each_of(model, (model(token[None, None]).square().sum() for token in x.flatten(0, 1)))
+        squares = sum(rows.flatten(1).square().sum(1) for name, rows in each.items() if name not in found.left_out)
+        torch.testing.assert_close(found.sq_norms(), squares.view(2, 4))
+        assert found.left_out or min(signs) > 0
+
+
 @needs_grouped
 def test_rows_of_experts_that_are_nobodys():
     torch.manual_seed(0)

@@ -287,6 +287,12 @@ class Factors:
             found.append(torch.full((share.n,), t) if lengths is None else lengths.cpu())
         return torch.cat(found)
 
+    @property
+    def is_ragged(self) -> bool:
+        """Whether samples have unequal numbers of positions: rows that were chosen, or documents."""
+        found = [n for kind in self.kinds() if (n := getattr(kind, "lengths", None)) is not None and len(n)]
+        return any(bool((n != n[0]).any()) for n in found)
+
     def _known(self, positions: Tensor | None) -> Tensor:
         if positions is None:
             raise no_positions(self.name, "has gradients that were formed as a whole, without positions")

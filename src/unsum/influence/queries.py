@@ -84,7 +84,9 @@ class Scored:
         """The gradients of one parameter."""
         found = self._queries.dot(name, factors).real.double()
         self.scores = found if self.scores is None else self.scores + found
-        if self._tokens:
+        if self._tokens and self._positions is not None and factors.is_ragged:  # of chosen rows, as of an expert
+            self.left_out[name] = None
+        elif self._tokens:
             try:
                 by_token = self._queries.token_dots(name, factors).real.double()
             except NotAvailable:

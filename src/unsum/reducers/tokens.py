@@ -38,6 +38,11 @@ class TokenNorms(Reading):
 
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
+        if (
+            self._positions is not None and factors.is_ragged
+        ):  # of chosen rows: an expert's are not the input's positions
+            self.left_out.append(name)
+            return
         try:
             squares = self.read(factors)
         except NotAvailable:
