@@ -154,7 +154,7 @@ def watch(call: int, tap: int, tensor: Tensor) -> None:
 
 
 def watch_share(tap: int, tensor: Tensor) -> None:
-    """The gradient of an alias is wanted, which a module has been given."""
+    """The gradient of an alias is wanted, which a module reads in the place of an argument."""
     _session().watch_share(tap, tensor)
 
 

@@ -1,11 +1,12 @@
 """Sites inside a compiled model: values leave it as further outputs, gradients through taps.
 
 Torch's compiler reads the hooks of modules when it compiles them. So a model is compiled once more with hooks that say
-"a module is entered" and "a module is left" (`hooks`). A module whose share of its arguments' gradients is wanted is
-given aliases of them. In the graph that the user's backend is given these calls are
-gone, and in their place are further outputs, and hooks on the tensors whose gradients are wanted. Nothing
-of the model is computed in another way. A tap is an input that nothing uses and that has the shape of one such tensor;
-the compiled backward returns the tensor's gradient as that of the tap.
+"a module is entered" and "a module is left" (`hooks`). In the graph that the user's backend is given these calls are
+gone, and in their place are further outputs, and hooks on the tensors whose gradients are wanted. Where a module's
+share of the gradient of an argument is wanted, what the graph computes between the two calls reads an alias of the
+argument. (The module's own code sees the argument itself, of which it may read more than the numbers.) Nothing of the
+model is computed in another way. A tap is an input that nothing uses and that has the shape of one such tensor; the
+compiled backward returns the tensor's gradient as that of the tap.
 
 What cannot be told apart in this way raises `Untappable` while torch compiles, and the model runs eagerly.
 """
@@ -26,7 +27,7 @@ from unsum.compiled import site_session
 from unsum.compiled.pattern import Untappable
 from unsum.compiled.traced import Choice, Gradient, Traced, Value
 from unsum.graph.nodes import Node
-from unsum.seams.compiling import Shapes, allow_in_graph, copied, run_as_it_is, with_inputs
+from unsum.seams.compiling import Shapes, allow_in_graph, copied, registers_hook, run_as_it_is, with_inputs
 from unsum.seams.tensors import memory_number
 from unsum.types import Kind, Path
 
@@ -65,17 +66,11 @@ def _entered(place: int, paths: tuple[Path, ...], *tensors: Tensor) -> None:
     """Stands in the graph where a module is entered, with the tensors among its arguments."""
 
 
-def _shared(place: int, paths: tuple[Path, ...], *tensors: Tensor) -> None:
-    """Stands after it, with aliases in the place of the tensors: what comes to them is this module's share."""
-
-
 def _left(place: int, paths: tuple[Path, ...], *tensors: Tensor) -> None:
     """Stands in the graph where a module is left, with the tensors in its output."""
 
 
-_KINDS: dict[Any, tuple[Kind, ...]] = {
-    _entered: ("input",), _shared: ("grad_input",), _left: ("output", "grad_output"),
-}  # fmt: skip
+_KINDS: dict[Any, tuple[Kind, ...]] = {_entered: ("input", "grad_input"), _left: ("output", "grad_output")}
 
 
 def _flat(value: Any, path: Any, paths: list[Any], tensors: list[Tensor]) -> None:
@@ -94,22 +89,9 @@ def _flat(value: Any, path: Any, paths: list[Any], tensors: list[Tensor]) -> Non
             _flat(getattr(value, name), (*path, name), paths, tensors)
 
 
-def _aliased(tensors: list[Tensor]) -> list[Tensor]:
-    """An alias for each of these; one for all that are the same."""
-    made: list[Tensor] = []
-    for k, tensor in enumerate(tensors):
-        first = k
-        for j in range(k):
-            if first == k and tensors[j] is tensor:
-                first = j
-        made.append(tensor.view_as(tensor) if first == k and tensor.requires_grad else (*made, tensor)[first])
-    return made
-
-
-def hooks(place: int, *, waits: bool, shares: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What torch reads before and after each call of a module. `waits`: the gradient of its output is wanted, so that a
-    module which returns an argument returns an alias. `shares`: that of its arguments is, so that it gets aliases of
-    those that are tensors. Outside compiled parts the two are called."""
+def hooks(place: int, *, waits: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What torch reads before and after each call of a module. `waits`: a gradient is wanted, so that a module which
+    returns an argument returns an alias. Outside compiled parts the two are called."""
     enter, leave = _known_to_torch()
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -121,16 +103,7 @@ def hooks(place: int, *, waits: bool, shares: bool) -> tuple[Callable[..., Any],
             _flat(each, (k,), paths, tensors)
         _flat(kwargs, (), paths, tensors)
         _entered(place, tuple(paths), *tensors)
-        if not shares:
-            return None
-        names = [*range(len(args)), *kwargs]
-        values = [*args, *kwargs.values()]
-        given = [k for k in range(len(values)) if isinstance(values[k], Tensor)]
-        aliases = _aliased([values[k] for k in given])
-        _shared(place, tuple([(names[k],) for k in given]), *aliases)
-        for k in range(len(given)):
-            values[given[k]] = aliases[k]
-        return tuple(values[: len(args)]), dict(zip(kwargs.keys(), values[len(args) :], strict=True))
+        return None
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
         if not _is_in_dynamo():
@@ -234,8 +207,8 @@ class _Rewriting:
         self._further: list[Any] = []  # outputs
         self._watched: list[Any] = []  # nodes, by tap
         self._under_way: list[int] = []  # calls
-        self._given: list[Any] = []  # the nodes of the last call's arguments
-        self._replaced: dict[int, set[Any]] = {}  # of calls under way: arguments that have aliases
+        self._aliases: list[dict[Any, Any]] = []  # of calls under way: in the place of which nodes
+        self._of: dict[Any, Any] = {}  # the node of which each alias is
         for inside in graph.modules():
             if (
                 isinstance(inside, torch.fx.GraphModule)
@@ -247,10 +220,8 @@ class _Rewriting:
     def run(self) -> tuple[list[Any], list[Any]]:
         """Returns the nodes of further outputs, and those whose gradients are wanted."""
         for node in list(self._graph.nodes):
-            if not _is_mark(node):
-                if any(not replaced.isdisjoint(node.all_input_nodes) for replaced in self._replaced.values()):
-                    raise Untappable("a module reaches its argument in another way, too")
-            else:
+            self._read_aliases(node)
+            if _is_mark(node):
                 with self._graph.inserting_before(node):
                     self._see(node)
                 self._graph.erase_node(node)
@@ -258,32 +229,57 @@ class _Rewriting:
             raise Untappable("a module is entered in one compiled part and left in another")
         return self._further, self._watched
 
+    def _read_aliases(self, node: Any) -> None:
+        """In modules whose shares are wanted, a node reads aliases. A hook of the model's own is on the argument;
+        from then on that node stands for the argument."""
+        is_hook = registers_hook(node)
+        for aliases in self._aliases:
+            for before in node.all_input_nodes:
+                if before not in aliases:
+                    continue
+                if is_hook:
+                    aliases[node] = aliases[before]
+                else:
+                    node.replace_input_with(before, aliases[before])
+
     def _see(self, mark: Any) -> None:
         place, paths, *nodes = mark.args
+        at = dict(zip(map(tuple, paths), nodes, strict=True))
+        found = {path: node.meta["example_value"] for path, node in at.items()}
+        choices = self._asking.choose(place, _KINDS[mark.target], found)
         if mark.target is _entered:
             call = len(self._traced.calls)
             self._traced.calls.append(place)
             self._under_way.append(call)
-            self._given = nodes
-            self._graph.call_function(site_session.begin, (call, *nodes))
+            given = dict.fromkeys(at[choice.path] for choice in choices if choice.kind == "grad_input")
+            self._aliases.append({node: self._alias(node) for node in given if self._has_gradient(node)})
+            at = {path: self._aliases[-1].get(node, node) for path, node in at.items()}
+            self._graph.call_function(site_session.begin, (call, *nodes, *self._aliases[-1].values()))
         else:
-            call = self._under_way[-1] if self._under_way else -1
+            call = self._under_way.pop() if self._under_way else -1
             if call < 0 or self._traced.calls[call] != place:
                 raise Untappable("calls of modules are not nested in one another")
-            if mark.target is _left:
-                self._replaced.pop(self._under_way.pop(), None)
-            else:
-                aliases = [node for node in nodes if node not in self._given]
-                self._replaced[call] = {made_from for node in aliases for made_from in node.all_input_nodes}
-        at = dict(zip(map(tuple, paths), nodes, strict=True))
-        found = {path: node.meta["example_value"] for path, node in at.items()}
-        for choice in self._asking.choose(place, _KINDS[mark.target], found):
+            if not set(nodes).isdisjoint(self._aliases.pop().values()):
+                raise Untappable("a module returns what it was given inside another value, or by keyword")
+        for choice in choices:
             if choice.kind in ("input", "output"):
                 self._value(call, choice, at[choice.path])
             else:
                 self._gradient(call, choice, at[choice.path])
 
+    def _has_gradient(self, node: Any) -> bool:
+        return self._traced.has_grad and bool(node.meta["example_value"].requires_grad)
+
+    def _alias(self, node: Any) -> Any:
+        """What a module reads in the place of this node."""
+        alias = self._graph.call_method("view_as", (node, node))
+        alias.meta["example_value"] = node.meta["example_value"]
+        self._of[alias] = node
+        return alias
+
     def _value(self, call: int, choice: Choice, node: Any) -> None:
+        while node in self._of:
+            node = self._of[node]
         if self._asking.copies:  # whatever is done to the tensor afterwards
             self._traced.values.append(Value(call, choice, "outputs", self._traced.outputs + len(self._further)))
             self._further.append(self._detached(self._graph.call_method("clone", (node,)), node))
@@ -310,7 +306,7 @@ class _Rewriting:
 
     def _gradient(self, call: int, choice: Choice, node: Any) -> None:
         traced = self._traced
-        if not traced.has_grad or not node.meta["example_value"].requires_grad:
+        if not self._has_gradient(node):
             traced.silent.append((traced.calls[call], choice.kind))
             return
         if choice.kind == "grad_input":

@@ -123,7 +123,7 @@ class CompiledCalls:
                 record.run = compiled_with_sites(module, in_parts=record.in_parts)
                 wants = [self._flow.requests.wants[place] for place in self._places]
                 record.hooks = [
-                    hooks(k, waits="grad_output" in each, shares="grad_input" in each) for k, each in enumerate(wants)
+                    hooks(k, waits="grad_output" in each or "grad_input" in each) for k, each in enumerate(wants)
                 ]
             self._reuses_memory = reuses_memory(module)
             with self._in_parts(inner, args, kwargs) if record.in_parts else nullcontext():

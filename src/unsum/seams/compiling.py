@@ -102,6 +102,12 @@ def _is_full(cell: Any) -> bool:
         return False
 
 
+def registers_hook(node: torch.fx.Node) -> bool:
+    """Whether a node of a graph that torch compiles registers a hook on a tensor, and hands the tensor on."""
+    name = getattr(node.target, "__name__", "")
+    return node.op == "call_function" and name in ("register_hook", "_register_hook_trampoline")
+
+
 @dataclass(frozen=True)
 class Found:
     """A size in a graph that torch compiles: as the graph has it, and where to read it from the graph's inputs."""
