@@ -89,6 +89,12 @@ class Session:
                 raise Untappable("a tensor is changed in place after it was seen")
             self.traced.values[value].is_changed = True
         below = [_edges(each) for each in outputs[: self.traced.outputs]]
+        own = [edge_of(each) if edges else None for each, edges in zip(outputs, below, strict=False)]
+        self.traced.inner = frozenset(
+            k
+            for k, edge in enumerate(own)
+            if edge is not None and any(edge != own[j] and edge in edges for j, edges in enumerate(below))
+        )
         for tap, edge in self._watched.items():
             self.traced.gradients[tap].reached_from = frozenset(k for k, edges in enumerate(below) if edge in edges)
 

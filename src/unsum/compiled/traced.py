@@ -55,6 +55,7 @@ class Traced:
     silent: list[tuple[int, Kind]] = field(default_factory=list)  # places whose tensors need no gradient
     has_grad: bool = True  # whether gradients were on
     outputs: int = 0  # of the model itself
+    inner: frozenset[int] = frozenset()  # of these, those from which others are computed
     shapes: Shapes | None = None  # of the taps
     kinds: list[tuple[torch.dtype, torch.device]] = field(default_factory=list)  # of the taps
     run: Callable[..., Any] = field(default=lambda *given: (), repr=False)

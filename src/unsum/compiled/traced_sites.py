@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from unsum.compiled import site_session
 from unsum.compiled.pattern import Untappable
 from unsum.compiled.traced import Choice, Gradient, Traced, Value
-from unsum.graph.nodes import Node
+from unsum.graph.nodes import Edge, Node, edge_of
 from unsum.seams.compiling import Shapes, allow_in_graph, copied, registers_hook, run_as_it_is, with_inputs
 from unsum.seams.tensors import memory_number
 from unsum.types import Kind, Path
@@ -54,8 +54,9 @@ class Asking(Protocol):
         """The same, after it."""
         ...
 
-    def ran(self, traced: Traced, values: Sequence[Tensor], node: Node, taps: range) -> None:
-        """The compiled model has run: the values wanted, the node of its backward, and where the taps are in it."""
+    def ran(self, traced: Traced, values: Sequence[Tensor], node: Node, taps: range, inner: Sequence[Edge]) -> None:
+        """The compiled model has run: the values wanted, the node of its backward, where the taps are in it, and where
+        those of its outputs are from which it computes others."""
         ...
 
 
@@ -335,7 +336,8 @@ def _run(traced: Traced, *given: Any) -> Any:
         begin = next(k for k, (child, _) in enumerate(node.next_functions) if _variable(child) is taps[0])
         where = range(begin, begin + len(taps))
         traced.find(node, outputs)
-    asking.ran(traced, values, node, where)
+    inner = [edge_of(outputs[k]) for k in traced.inner if outputs[k].grad_fn is not None]
+    asking.ran(traced, values, node, where, inner)
     return outputs
 
 

@@ -23,8 +23,8 @@ from unsum.compiled.traced import Choice, Traced
 from unsum.compiled.traced_sites import asking, hooks
 from unsum.flow.flow import Flow
 from unsum.flow.picking import Spot, pick
-from unsum.graph.nodes import Node
-from unsum.nested import nested
+from unsum.graph.nodes import Edge, Node, edge_of
+from unsum.nested import leaves, nested
 from unsum.seams.checkpoints import ModuleCall, saved_hooks
 from unsum.seams.compiling import comparing_hooks, is_graph_break, is_too_often
 from unsum.seams.nodes import current_backward
@@ -81,6 +81,7 @@ class CompiledCalls:
         self._handles: list[Any] = []
         self._reuses_memory = False
         self._failed: Exception | None = None
+        self._inner: set[Edge] = set()  # of the call under way: outputs of parts that do not get all of their gradient
         self._close = seams.on_calls(self)
 
     def close(self) -> None:
@@ -142,6 +143,8 @@ class CompiledCalls:
             if isinstance(error, Spoilt):
                 raise
             return seams.NOTHING
+        finally:
+            self._inner.clear()
         log.debug("unsum: the compiled model ran compiled, with %d sites", len(self._places))
         if (failed := self._failed) is not None:
             self._failed = None
@@ -193,6 +196,9 @@ class CompiledCalls:
             return self._flow.gates[self._places[place]](module, args, kwargs)
 
     def leave(self, place: int, module: nn.Module, args: Any, output: Any) -> Any:
+        waits = "grad_output" in self._flow.requests.wants[self._places[place]]
+        if waits and any(edge_of(tensor) in self._inner for _, tensor in leaves(output)):
+            raise Untappable("a compiled part computes something else from what a module around it returns")
         with self._inside():
             return self._leaving[place](module, args, output)
 
@@ -202,8 +208,9 @@ class CompiledCalls:
 
     # ---- told when it has run ---------------------------------------------------------------------------------
 
-    def ran(self, traced: Traced, values: Sequence[Tensor], node: Node, taps: range) -> None:
+    def ran(self, traced: Traced, values: Sequence[Tensor], node: Node, taps: range, inner: Sequence[Edge]) -> None:
         flow = self._flow
+        self._inner.update(inner)
         calls = [flow.begin(self._places[place]) for place in traced.calls]
         for value, tensor in zip(traced.values, values, strict=True):
             call = calls[value.call]
