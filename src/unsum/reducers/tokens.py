@@ -38,9 +38,7 @@ class TokenNorms(Reading):
 
     def take(self, name: str, factors: Factors) -> None:
         """The gradients of one parameter."""
-        if (
-            self._positions is not None and factors.is_ragged
-        ):  # of chosen rows: an expert's are not the input's positions
+        if self._positions is not None and factors.is_ragged:  # an expert's rows are not the input's positions
             self.left_out.append(name)
             return
         try:
