@@ -72,6 +72,36 @@ def test_every_sample_of_every_size(part, layers):
         assert all(name.startswith("recurrent.") for name in how(g)), how(g)
 
 
+class OneByOne(nn.Module):
+    """Sequences of unequal lengths, one after the other: each is a batch of its own."""
+
+    def __init__(self, layers, both, part):
+        super().__init__()
+        self.rnn, self.part = nn.LSTM(3, 4, num_layers=layers, bidirectional=both), part
+        self.head = nn.Linear(8 if both else 4, 2)
+
+    def forward(self, x, lengths):
+        found = [self.rnn(row[:length]) for row, length in zip(x, lengths.tolist(), strict=True)]
+        parts = {"sum": lambda y, h: y.sum(0), "last": lambda y, h: y[-1], "state": lambda y, h: h.flatten()}
+        ends = [parts[self.part](y, h)[-self.head.in_features :] for y, (h, _) in found]
+        return self.head(torch.stack(ends))
+
+
+@pytest.mark.parametrize("part", ["sum", "last", "state"])
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("both", [False, True])
+def test_sequences_one_by_one(layers, both, part):
+    torch.manual_seed(0)
+    model, loss = OneByOne(layers, both, part), lambda m, x, lengths: m(x, lengths).square().sum()
+    for _ in range(3):
+        x, lengths = torch.randn(4, 5, 3), torch.randint(1, 6, (4,))
+        truth = per_sample_gradients(model, loss, x, lengths)
+        with unsum.gradients(model) as g:
+            loss(model, x, lengths).backward()
+        for name, wanted in truth.items():
+            torch.testing.assert_close(g[name].per_sample().double(), wanted, rtol=1e-3, atol=1e-5)
+
+
 def test_states_that_are_learnt():
     torch.manual_seed(0)
     model, x = Reader("sequences", begin=True), some(N, T)

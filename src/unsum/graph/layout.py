@@ -192,6 +192,8 @@ def merged(one: Layout, other: Layout, n: int, holds: list[Tensor] | None) -> La
     if isinstance(one, Regular) and isinstance(other, Regular):
         return None
     maps = [each.map for each in (one, other) if isinstance(each, Mapped)]
+    if [map_.dim() for map_ in maps] == [0, 0] and maps[0].device.type == "cpu" and torch.equal(*maps):
+        return one  # all of it is one sample's
     device = next((each.device for each in maps if each.device.type != "cpu"), torch.device("cpu"))
     a, b = one.owner(device), other.owner(device)
     clear = ((a == b) | (a == UNSEEN) | (b == UNSEEN)).all()

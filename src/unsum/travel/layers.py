@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-from unsum.graph.layout import Layout
+from torch import Tensor
+
+from unsum.graph.layout import UNSEEN, Layout, Mapped
 from unsum.seams.nodes import saved_or
 from unsum.travel.table import MIXED, SILENT, Answer, At, travels
 
@@ -80,19 +82,29 @@ def recurrent(at: At) -> Layout | Answer:
     if any(out is not None and len(out.shape) < 3 for out in at.outs[:1]):
         return SILENT  # sequences of unequal lengths, packed
     batch = 0 if is_cudnn and at.saved("batch_first") else 1
-    of = None
+    of, alone = None, None
     for k, out in enumerate(at.outs):
         if out is None:
             continue
-        if (rows := at.rows(out)) is None:
+        rows = (-1, out.map[None]) if isinstance(out, Mapped) and not out.map.dim() else at.rows(out)
+        if rows is None:
             return SILENT
-        if rows[0] != (batch if k == 0 else len(out.shape) - 2):
-            return MIXED
+        if rows[0] != (dim := batch if k == 0 else len(out.shape) - 2):
+            if out.shape[dim] > 1 or (one := _owner(rows[1])) is None:
+                return MIXED
+            alone = one  # a batch of one sample
         of = out if of is None else of
-    if at.edge == 0:
-        return at.along(batch, of)
     is_state = len(at.arg) == 3 if is_cudnn else at.edge > 4  # behind the input and four weights
-    return at.along(len(at.arg) - 2, of) if is_state else MIXED
+    if at.edge and not is_state:
+        return MIXED
+    dim = len(at.arg) - 2 if at.edge else batch
+    return at.along(dim, of) if alone is None else Mapped(alone, at.arg)
+
+
+def _owner(rows: Tensor) -> Tensor | None:
+    """The one sample of all rows of which something is known."""
+    seen = rows[rows != UNSEEN]
+    return seen[0] if len(seen) and bool((seen == seen[0]).all()) else None
 
 
 @travels("NllLoss NllLoss2D MultiMarginLoss MultilabelMarginLoss")
