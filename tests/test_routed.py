@@ -432,8 +432,7 @@ def test_rows_that_do_not_come_back_as_they_did(case, deep, sweeps):
             continue
         for name, wanted in truth.items():
             torch.testing.assert_close(g[name].per_sample(), wanted)
-    stays = case == "as learnt" or (case == "swapped" and not deep)  # then a row is of the sample that takes it
-    assert sweeps() == (1 if stays else 2)
+    assert sweeps() == (1 if case == "as learnt" else 2)
 
 
 # ---- waiting for the device -----------------------------------------------------------------------------------------

@@ -6,12 +6,13 @@ import random
 
 import pytest
 import torch
+from reference import per_sample_gradients
 from torch import nn
 from torch.nn import functional as F
 
 import unsum
-from one_by_one import assert_each_row
-from unsum.errors import InteractionError, UnsumError
+from one_by_one import assert_each_row, norms_of
+from unsum.errors import InteractionError, UnknownSamples, UnsumError
 from unsum.graph.layout import Regular
 from unsum.learn.rows import Rows
 
@@ -288,3 +289,91 @@ def test_an_expert_that_gets_all_rows_and_then_none():
         x = torch.randn(4, D)
         x[:, 0] = sign
         assert_each_row(model, lambda x: model(x).square().sum(), x)
+
+
+IN_PLACE, MOVED = torch.arange(D), torch.tensor([1, 2, 3, 0])
+MOVES = {  # of the rows of a raw input, from some step on
+    "flipped": lambda x, on: x.flip(0) if on else x,
+    "rolled": lambda x, on: x.roll(1, 0) if on else x,
+    "put together otherwise": lambda x, on: torch.cat([x[2:], x[:2]]) if on else x,
+    "stacked otherwise": lambda x, on: torch.stack([x[3], x[2], x[1], x[0]]) if on else x,
+    "flipped and scaled": lambda x, on: x.flip(0) * 2 if on else x,
+    "in random order": lambda x, on: x[torch.randperm(len(x))] if on else x,
+    "by another index": lambda x, on: x[MOVED if on else IN_PLACE],
+    "by another list": lambda x, on: x[[1, 2, 3, 0] if on else [0, 1, 2, 3]],
+    "by another index_select": lambda x, on: x.index_select(0, MOVED if on else IN_PLACE),
+    "gathered": lambda x, on: x.gather(0, (MOVED if on else IN_PLACE)[:, None].expand(D, D)),
+    "sorted": lambda x, on: x[x[:, 0].argsort(descending=on)],
+}
+
+
+class Moving(nn.Module):
+    def __init__(self, move):
+        super().__init__()
+        self.a, self.b, self.move, self.on = nn.Linear(D, D), nn.Linear(D, 2), move, False
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(self.move(x, self.on))))
+
+
+def norms_in(model, x, **options):
+    with unsum.gradients(model, unsum.Norms(), **options) as g:
+        model(x).square().sum().backward()
+    return g[unsum.Norms].norms()
+
+
+def norms_of_rows(model, x):
+    """One row at a time, wherever the model puts it."""
+    return norms_of(per_sample_gradients(model, lambda m, x: m.b(torch.tanh(m.a(x))).square().sum(), x))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("move", MOVES)
+def test_rows_of_raw_inputs_that_are_moved_from_some_step_on_are_refused(move, is_compiled, compiled_calls):
+    """Though this leaves no node, and the loop is so well known that its forward is no longer watched."""
+    model = Moving(MOVES[move])
+    called = torch.compile(model, backend="aot_eager") if is_compiled else model
+    for step in range(9):
+        model.on, x = step >= 5, torch.randn(D, D)
+        x = x[x[:, 0].argsort()] if move == "sorted" and not model.on else x
+        if model.on:
+            with pytest.raises(UnknownSamples):
+                norms_in(called, x)
+        else:
+            torch.testing.assert_close(norms_in(called, x), norms_of_rows(model, x))
+
+
+def test_raw_inputs_that_are_changed_within_samples_from_some_step_on():
+    """The step in which it begins is refused, since nobody watched it; not if the user says where the samples lie."""
+    mirrored = lambda x, on: x.flip(1) if on else x
+    for said in ({}, {"samples": unsum.dim(0)}):
+        model, refused = Moving(mirrored), []
+        for step in range(9):
+            model.on, x = step >= 5, torch.randn(D, D)
+            try:
+                found = norms_in(model, x, **said)
+            except UnknownSamples:
+                refused.append(step)
+                continue
+            torch.testing.assert_close(found, norms_of_rows(model, mirrored(x, model.on)))
+        assert refused == ([] if said else [5])
+
+
+class MovingIn(Moving):
+    def forward(self, x):
+        x = self.move(x, self.on)
+        torch._dynamo.graph_break()
+        return self.b(torch.tanh(self.a(x)))
+
+
+@pytest.mark.parametrize("move", ["flipped", "rolled", "by another index"])
+def test_rows_of_raw_inputs_that_are_moved_before_a_graph_break(move, compiled_calls):
+    model = MovingIn(MOVES[move])
+    called = torch.compile(model, backend="aot_eager")
+    for step in range(9):
+        model.on, x = step >= 5, torch.randn(D, D)
+        if model.on:
+            with pytest.raises(UnknownSamples):
+                norms_in(called, x)
+        else:
+            torch.testing.assert_close(norms_in(called, x), norms_of_rows(model, x))

@@ -10,6 +10,7 @@ Whose each position is cannot be learnt from stand-ins. So the first batch of a 
 ever; later ones run compiled, if the nodes that torch writes down are those that were learnt.
 
 - `pattern`: what was learnt of a call, so that the nodes can be recognised
+- `raw_inputs`: what is done to inputs before the first node
 - `parts`: the same of a model with graph breaks, of which torch compiles part by part
 - `reducers.tap` and the reducers: how each takes its numbers through taps
 - `instrument`: what happens while torch writes down

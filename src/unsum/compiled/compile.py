@@ -16,6 +16,7 @@ from unsum.compiled import traced_sites
 from unsum.compiled.instrument import backend, hold
 from unsum.compiled.outlets import as_they_are, parts_backend
 from unsum.compiled.pattern import Untappable
+from unsum.compiled.raw_inputs import Lines, lines_of
 from unsum.seams.compiling import (
     allow_in_graph,
     apart,
@@ -70,8 +71,11 @@ def taken_down(module: nn.Module) -> Callable[..., Any]:
 
 
 def _as_it_is(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+    done = lines_of(graph)
+
     def run(*given: Any) -> Any:
         watcher: WatchingMode = _local.watcher
+        _local.seen.append(done)
         seams.watch(watcher)
         try:
             return graph.forward(*given)
@@ -82,13 +86,14 @@ def _as_it_is(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any
 
 
 @contextmanager
-def rehearsing(watcher: WatchingMode) -> Iterator[None]:
-    """What is taken down is watched while it runs. (While it is taken down, nothing may watch.)"""
-    _local.watcher = watcher
+def rehearsing(watcher: WatchingMode) -> Iterator[list[Lines]]:
+    """What is taken down is watched while it runs. (While it is taken down, nothing may watch.) Yields what was done to
+    the inputs of each graph that ran."""
+    _local.watcher, _local.seen = watcher, []
     try:
-        yield
+        yield _local.seen
     finally:
-        _local.watcher = None
+        _local.watcher = _local.seen = None
 
 
 def compiled_in_parts(module: nn.Module) -> Callable[..., Any]:

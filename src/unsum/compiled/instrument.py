@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from unsum import seams
 from unsum.compiled.pattern import Leaf, OtherParameters, Pattern, Unknown, Untappable, Way, described, made
+from unsum.compiled.raw_inputs import Lines, lines_of
 from unsum.factors.dense import Dense
 from unsum.factors.grouping import grouping
 from unsum.factors.outer import Outer
@@ -53,6 +54,7 @@ class Instrumentation:
     frozen: frozenset[int]  # ids of parameters whose gradient nobody wants
     taps: int  # how many of the inputs are taps
     in_cuda_graphs: bool = False  # whether CUDA graphs are recorded of what is compiled
+    inputs: Lines = ()  # what is done to inputs before a parameter meets them
     graph: Graph | None = None  # the one that ran
     is_unknown: bool = False  # whether calls of these sizes are to be learnt first
     session: Session | None = field(default=None, repr=False)
@@ -168,9 +170,12 @@ class Session:
         if not self._trace.patterns:
             raise self._trace.unknown("these sizes were not learnt yet")
         whole, _ = described(nodes, leaf)
-        for pattern in self._trace.patterns:
-            if pattern.nodes == whole:
+        alike = [pattern for pattern in self._trace.patterns if pattern.nodes == whole]
+        for pattern in alike:
+            if pattern.inputs == self._trace.inputs:
                 return pattern
+        if alike:
+            raise self._trace.unknown("what is done to the inputs is not what was learnt")
         raise self._trace.unknown(
             f"what torch compiles is not what was learnt: {_difference(self._trace.patterns[-1].nodes, whole)}"
         )
@@ -311,6 +316,7 @@ def backend(inner: Callable[..., Any]) -> Callable[..., Any]:
 
     def compile_(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         trace = _now()
+        trace.inputs = lines_of(graph)
         compiled = instrumented(inner, graph, inputs, **options)
         own = {k: trace.names.get(id(each), "") for k, each in enumerate(inputs) if isinstance(each, nn.Parameter)}
         return _noted(compiled, trace.graph, own)

@@ -18,6 +18,7 @@ from unsum import seams
 from unsum.compiled.instrument import Graph, Instrumentation, hold, instrumented, tracing
 from unsum.compiled.parts import Course, Part, Run, Wires, edges_of
 from unsum.compiled.pattern import Ambiguous, Leaf, Unknown, Untappable
+from unsum.compiled.raw_inputs import lines_of
 from unsum.compiled.tapped import Outlet
 from unsum.graph.nodes import Node
 from unsum.learn.sides import Sides
@@ -34,6 +35,7 @@ Size = int | tuple[int, int]  # a number, or an input and a dimension of it
 
 def as_they_are(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
     """A backend: each part runs as it is, between copies of its inputs and its outputs."""
+    done = lines_of(graph)
 
     def run(*given: Any) -> Any:
         sides, runs = _local.rehearsal
@@ -49,7 +51,7 @@ def as_they_are(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: A
         finally:
             seams.unwatch(sides)
         writes = versions != [version_of(each) for each in begins]
-        runs.append(Run(tuple(places), edges_of(outputs), writes))
+        runs.append(Run(tuple(places), edges_of(outputs), writes, done))
         return outputs
 
     return run
@@ -140,7 +142,7 @@ class Call:
         ]
         trace = Instrumentation(
             [part.pattern for part in parts], forms, self._chosen(names), self.frozen, len(taps),
-            in_cuda_graphs=self.in_cuda_graphs,
+            in_cuda_graphs=self.in_cuda_graphs, inputs=lines_of(graph),
         )  # fmt: skip
         if forms:
             given = self._given(forms)

@@ -20,6 +20,7 @@ from unsum.compiled.pattern import (
     refuse,
     ways_of,
 )
+from unsum.compiled.raw_inputs import Lines
 from unsum.graph.nodes import Edge, Node, edge_of, ordered
 from unsum.plan.plan import Plan
 from unsum.plan.signature import plain
@@ -35,6 +36,7 @@ class Run:
     begins: tuple[Node, ...]  # copies of the inputs that were computed before: the part ends here
     outputs: tuple[Edge, ...]  # (None, 0) for one without a gradient
     writes: bool  # whether it changes such an input in place
+    inputs: Lines  # what is done to inputs before a parameter meets them
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,9 @@ class Course:
     expected: Mapping[str, int] = field(default_factory=dict)  # how often factors come to these parameters
 
     @cached_property
-    def nodes(self) -> Hashable:
-        return tuple(part.pattern.nodes for part in self.parts), self.structure
+    def whole(self) -> Hashable:
+        """All by which a call is recognised."""
+        return tuple(part.pattern.whole for part in self.parts), self.structure
 
     @cached_property
     def structure(self) -> Hashable:
@@ -206,7 +209,9 @@ def _part(plan: Plan, nodes: Sequence[Node], run: Run, leaf: Leaf, wires: Hashab
     met = _met(own, ways, inner, begins)
     whole, kinds = described(own, inner)
     expected = {name: times for name, times in plan.expected.items() if name in met}
-    pattern = Pattern(whole, kinds, ways, expected, plan.spare & met, frozenset(), frozenset(), plan.n, {}, met)
+    pattern = Pattern(
+        whole, kinds, ways, expected, plan.spare & met, frozenset(), frozenset(), plan.n, {}, met, run.inputs
+    )
     return Part(pattern, wires, met), here
 
 

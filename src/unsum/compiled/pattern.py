@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from unsum.compiled.raw_inputs import Lines
 from unsum.errors import UnsupportedError
 from unsum.graph.layout import Layout, Regular
 from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered
@@ -109,8 +110,14 @@ class Pattern:
     n: int  # how many samples there were
     sizes: dict[str, Size]  # what holding the gradients of each parameter took
     wanted: frozenset[str]  # all parameters that were asked for
+    inputs: Lines = ()  # what is done to inputs before a parameter meets them
 
     is_plain: ClassVar[bool] = True  # other sizes may follow from it
+
+    @property
+    def whole(self) -> Hashable:
+        """All by which a call is recognised."""
+        return self.nodes, self.inputs
 
     @cached_property
     def structure(self) -> Hashable:
@@ -243,7 +250,12 @@ def along(layout: Layout | None, where: str) -> Along:
 
 
 def pattern(
-    plan: Plan, nodes: Sequence[Node], own: Sequence[Node], outputs: Sequence[Edge], names: Mapping[int, str]
+    plan: Plan,
+    nodes: Sequence[Node],
+    own: Sequence[Node],
+    outputs: Sequence[Edge],
+    names: Mapping[int, str],
+    inputs: Lines,
 ) -> Pattern:
     """From a plan that was learnt eagerly. `nodes` is the graph, `own` those of the call, `outputs` the places of its
     output tensors. Raises where the plan needs more than rules within the call."""
@@ -262,7 +274,7 @@ def pattern(
     entered = {edge for node in nodes if node not in within for edge in node.next_functions}
     used = cut | {k for k, edge in enumerate(outputs) if edge in entered}
     sizes, wanted = sizes_of(plan, nodes), frozenset(names.values())
-    return Pattern(whole, kinds, ways, dict(plan.expected), plan.spare, cut, used, plan.n, sizes, wanted)
+    return Pattern(whole, kinds, ways, dict(plan.expected), plan.spare, cut, used, plan.n, sizes, wanted, inputs)
 
 
 def ways_of(plan: Plan, nodes: Sequence[Node], own: Sequence[Node], at: Container[int]) -> dict[int, tuple[Way, ...]]:

@@ -17,6 +17,7 @@ from unsum.compiled.compile import rehearsing, taken_down, taken_down_in_parts
 from unsum.compiled.outlets import rehearsing_parts
 from unsum.compiled.parts import Run, course
 from unsum.compiled.pattern import NotLasting, Spoilt, Untappable, leaf_of, made, pattern
+from unsum.compiled.raw_inputs import Lines
 from unsum.compiled.remembered import Key, memory_of
 from unsum.graph.nodes import Edge, Node, edge_of, ordered
 from unsum.learn.state import State
@@ -38,6 +39,7 @@ class _Candidate:
     is_rehearsal: bool = False
     made: tuple[list[Node], list[Edge]] | None = None  # its nodes and its outputs, when it is over
     runs: list[Run] | None = None  # its parts, if it has graph breaks
+    inputs: Lines = ()  # what was done to its inputs before a parameter met them
 
 
 class Rehearsals:
@@ -79,8 +81,10 @@ class Rehearsals:
         watcher = self._forward.watching.sides
         if key.rest not in memory.in_parts:
             try:
-                with rehearsing(watcher):
-                    return memory.rehearsed[key.rest](inner, args, kwargs)
+                with rehearsing(watcher) as seen:
+                    output = memory.rehearsed[key.rest](inner, args, kwargs)
+                (candidate.inputs,) = seen
+                return output
             except Exception as error:
                 if not is_graph_break(error) and not is_too_often(error):
                     raise
@@ -115,7 +119,7 @@ class Rehearsals:
                 memory.learnt(key, course(plan, nodes, candidate.runs, *candidate.made, self._names))
                 memory.forgive(key, frozenset(self._names.values()))
                 return
-            known = pattern(plan, nodes, *candidate.made, self._names)
+            known = pattern(plan, nodes, *candidate.made, self._names, candidate.inputs)
             if candidate.is_rehearsal:
                 memory.learnt(key, known)
             elif key.rest not in memory.rehearsed:

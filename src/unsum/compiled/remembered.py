@@ -55,7 +55,7 @@ class Memory:
     def learnt(self, key: Key, new: Pattern | Course) -> None:
         known = self.patterns.setdefault(key, [])
         alike = [each for each in known if each.wanted == new.wanted]
-        again = next((each for each in alike if each.nodes == new.nodes), None)
+        again = next((each for each in alike if each.whole == new.whole), None)
         oldest = alike[0] if again is None and len(alike) >= _WAYS else None
         known[:] = [*(each for each in known if each is not oldest and each is not again), again or new]  # the last one
         self.patterns.move_to_end(key)

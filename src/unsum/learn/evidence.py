@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -17,7 +17,7 @@ from unsum.graph.layout import Layout, Regular, same
 from unsum.graph.nodes import Edge, Node, below, is_leaf, ordered
 from unsum.graph.owners import Owners
 from unsum.learn.cut import Cut
-from unsum.learn.refusals import coincide, in_a_list, other_rows
+from unsum.learn.refusals import coincide, in_a_list, moved_unseen, other_rows
 from unsum.learn.rows import Rows
 from unsum.learn.setting import Setting
 from unsum.travel import Journey
@@ -71,7 +71,7 @@ def agreeing(cut: Cut, n: int, setting: Setting) -> Cut:
         agrees = _agrees(walked, setting)
         agrees = _reaches_inputs(walked, n, setting) if agrees is None else agrees
         if agrees:
-            _dims.setdefault(setting.model, set()).add(_dims_of(layouts))
+            _shown.add(setting.model)
             return replace(cut, starts=starts)
         contradicts = contradicts or (agrees is False and not k)
         interacts = interacts or (bool(walked.mixing) and not k)
@@ -81,20 +81,16 @@ def agreeing(cut: Cut, n: int, setting: Setting) -> Cut:
         return cut  # which is refused for it, or else shows whose it is
     if lists:
         raise in_a_list(n)
-    shown = setting.sides.is_blind and _dims_of(tried[0]) in _dims.get(setting.model, ())
-    if len(tried) > 1 and not setting.is_said and not shown:
+    if setting.sides.is_blind and setting.model in _shown and not setting.is_said:
+        raise moved_unseen()
+    if len(tried) > 1 and not setting.is_said:
         raise coincide(next(layout.shape for layout, others in zip(cut.starts.values(), choices, strict=True)
                             if len(others) > 1), n)  # fmt: skip
     return cut
 
 
-# Along which dimensions the samples of a model's outputs lay where rows of inputs have shown it: for calls with another
-# structure that nobody has watched.
-_dims: weakref.WeakKeyDictionary[nn.Module, set[Hashable]] = weakref.WeakKeyDictionary()
-
-
-def _dims_of(layouts: Sequence[Layout]) -> Hashable:
-    return tuple([(len(each.shape), each.dim) if isinstance(each, Regular) else None for each in layouts])
+# Models whose inputs' rows have shown whose samples are whose: where they do not, something was done to the inputs.
+_shown: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _agrees(walked: Walked, setting: Setting) -> bool | None:

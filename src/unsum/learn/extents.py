@@ -27,6 +27,7 @@ class Extent:
     is_given: bool  # to the model, and not made of what was
     call: int  # the outermost call that it was given to
     reading: int  # which of the ways in which that call may be read
+    by_values: bool = False  # whether numbers have said where its rows lie (indices), which differ from batch to batch
 
     @property
     def end(self) -> int:

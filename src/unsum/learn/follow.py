@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unsum.graph.layout import Layout, Regular, mapped, regular
+from unsum.graph.layout import Layout, Regular, mapped, regular, same
 from unsum.learn.extents import Extent, as_a_whole
 from unsum.learn.within import RULES, TOGETHER, within
+from unsum.nested import leaves, put
 
 # Functions that move numbers about; and such that change each by itself, or within a sample.
 MOVES = {
@@ -33,6 +34,13 @@ KEEPS = {
     "__rtruediv__", "__gt__", "__lt__", "__ge__", "__le__", "gt", "lt", "ge", "le", "eq", "ne", "bool",
 }  # fmt: skip
 FILLS = {"zero_", "fill_", "index_fill_", "clamp_min_", "clamp_max_"}  # write numbers that are nobody's rows
+
+# What other whole numbers there might have been.
+_CHANGES = (
+    lambda t: t.flip(0),
+    lambda t: t.roll(1, 0),
+    lambda t: t if t.dtype == torch.bool else torch.zeros_like(t),
+)
 
 Known = dict[int, tuple[Extent, Tensor]]  # arguments of a function that are remembered, by id: where, and themselves
 
@@ -64,6 +72,28 @@ def made_of(function: Any, name: str, args: Any, kwargs: Any, known: Known, made
     if found is None:
         return None
     return _completed(found, n) if bool((found < 0).any()) else _layout(found, n)
+
+
+def goes_by_values(
+    function: Any, name: str, args: Any, kwargs: Any, known: Known, made: Tensor, layout: Layout
+) -> bool:
+    """Whether other whole numbers among the arguments (an index, a mask) would have given the result another layout."""
+    if name not in MOVES or name == "_pack_padded_sequence":  # whose lengths are in the graph later on
+        return False
+    moved, others = args[:1], (tuple([_index(each) for each in args[1:]]), kwargs)
+    indices = {path: t for path, t in leaves(others) if not t.is_floating_point() and t.dim() and t.numel() > 1}
+    for change in _CHANGES if indices else ():
+        behind, named = put(others, {path: change(tensor) for path, tensor in indices.items()})
+        found = made_of(function, name, (*moved, *behind), named, known, made)
+        if found is None or not same(found, layout):
+            return True
+    return False
+
+
+def _index(value: Any) -> Any:
+    """A list of whole numbers as a tensor."""
+    is_list = isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+    return torch.tensor(value) if is_list else value
 
 
 def _regular(extent: Extent, tensor: Tensor) -> Regular | None:

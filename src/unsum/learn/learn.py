@@ -67,10 +67,13 @@ def learn(
             return plan, None
         rows = [] if marked else [node for node, _, _ in with_rows(walked, setting) if place[node] in plan.owned]
         given = [node for node in rows if setting.rows.are_given_to(node)]
-        by_copies = is_told and len(given) < len(rows)
-        seen = {place[node] for node in (rows if is_told else given)}
+        by_values = any(map(setting.rows.went_by_values, rows))
+        by_copies = by_values or (is_told and len(given) < len(rows))
+        shown = {place[node] for node in (rows if is_told or by_values else given)}
+        copies = {place[node] for node in rows} - shown
         beside = [k for node, k in place.items() if _is_beside(node, walked, cut)]
-        return plan, _remembered(walked, place, nodes, setting, seen, constants_among(nodes, beside), by_copies)
+        constants = constants_among(nodes, beside)
+        return plan, _remembered(walked, place, nodes, setting, shown, copies, constants, by_copies)
     _refuse_named(walked, setting)
     return _by_values(roots, grads, nodes, cut, walked.mixing, n, setting, marked=marked), None
 
@@ -242,6 +245,7 @@ def _remembered(
     nodes: Sequence[Node],
     setting: Setting,
     rows: Collection[int],
+    copies: Collection[int],
     constants: Constants,
     by_copies: bool,
 ) -> Judged:
@@ -250,6 +254,7 @@ def _remembered(
         constants=constants,
         trail=None if setting.exact else trail(walked, place, nodes),
         rows=frozenset(rows),
+        copies=frozenset(copies),
         weights=frozenset(place[node] for node in walked.owners if not setting.may_be_data(node)),
         silent=frozenset(place[node] for node in walked.asked),
         moved={(place[node], edge): form for (node, edge), form in walked.moved.items()},

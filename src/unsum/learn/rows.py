@@ -18,7 +18,7 @@ from unsum.graph.layout import Layout, Regular, complete, mapped
 from unsum.graph.nodes import Node
 from unsum.graph.saved import saved_by
 from unsum.learn.extents import Extent, addresses, as_a_whole, covers
-from unsum.learn.follow import FILLS, KEEPS, MOVES, Known, made_of, of_copy
+from unsum.learn.follow import FILLS, KEEPS, MOVES, Known, goes_by_values, made_of, of_copy
 from unsum.learn.within import RULES, TOGETHER
 from unsum.nested import leaves
 from unsum.seams.tensors import memory_number
@@ -45,7 +45,15 @@ class Rows:
         self.asked: Collection[int] | None = None  # the calls of which it is asked; None: all
 
     def remember(
-        self, tensor: Tensor, owners: Layout, n: int, call: int, reading: int = 0, *, is_given: bool = True
+        self,
+        tensor: Tensor,
+        owners: Layout,
+        n: int,
+        call: int,
+        reading: int = 0,
+        *,
+        is_given: bool = True,
+        by_values: bool = False,
     ) -> None:
         """The owners of this tensor, in a call with n samples, are known: as it is read so, if it may be read in
         several ways."""
@@ -60,7 +68,9 @@ class Rows:
         there = self._extents.setdefault(storage.cdata, [])
         offset, shape = int(tensor.storage_offset()), tuple(tensor.shape)
         size = tensor.element_size()
-        there.append(Extent(storage, shape, tensor.stride(), offset, size, owners, n, is_given, call, reading))
+        there.append(
+            Extent(storage, shape, tensor.stride(), offset, size, owners, n, is_given, call, reading, by_values)
+        )
         del there[:-64]
 
     def _holds(self, tensor: Tensor, call: int, reading: int) -> bool:
@@ -105,7 +115,9 @@ class Rows:
             layout = made_of(function, name, args, kwargs, known, made) if known else None
             if layout is not None:
                 n = max(extent.n for extent, _ in known.values())
-                self.remember(made, layout, n, call, reading, is_given=False)
+                by_values = any(extent.by_values for extent, _ in known.values())
+                by_values = by_values or goes_by_values(function, name, args, kwargs, known, made, layout)
+                self.remember(made, layout, n, call, reading, is_given=False, by_values=by_values)
 
     def written(self, name: str, target: Tensor, others: Sequence[Tensor]) -> None:
         """A tensor is written to. What is changed number by number, without another remembered tensor, keeps its
@@ -133,7 +145,10 @@ class Rows:
                 for extent, tensor in known:
                     layout = of_copy(extent, tensor, saved)
                     if layout is not None:
-                        self.remember(saved, layout, extent.n, extent.call, extent.reading, is_given=False)
+                        self.remember(
+                            saved, layout, extent.n, extent.call, extent.reading,
+                            is_given=False, by_values=extent.by_values,
+                        )  # fmt: skip
 
     def _extent(self, tensor: Tensor) -> Extent | None:
         """Where a tensor that is remembered, and of which this is a view, lies: of the calls that are asked about, the
@@ -163,6 +178,10 @@ class Rows:
     def are_given_to(self, node: Node) -> bool:
         """Whether a node has saved rows of a tensor that the model was given."""
         return any((extent := self._extent(tensor)) is not None and extent.is_given for tensor in saved_by(node))
+
+    def went_by_values(self, node: Node) -> bool:
+        """Whether a node has saved rows that lie where numbers have said, which may say otherwise in another batch."""
+        return any((extent := self._extent(tensor)) is not None and extent.by_values for tensor in saved_by(node))
 
     def owners(self, node: Node, shape: tuple[int, ...]) -> Layout | None:
         """The sample of every position of a node's output of this shape, from the rows of what the node has saved."""

@@ -86,11 +86,16 @@ class Judged:
     nobodys: frozenset[int]  # that have no owners
     silent: frozenset[int]  # at which values decide, in every batch
     rows: frozenset[int]  # that have saved rows of an input, which say whose they are as well
-    by_copies: bool  # whether some of these are copies of inputs, which are known only where the forward is watched
+    copies: frozenset[int]  # that have saved copies of them, which are known only where the forward is watched
+    by_copies: bool  # whether whose they are is known by some of these copies alone
     moved: dict[tuple[int, int], str]  # edges at which indices decide, and which layout they led to
     trail: Trail | None  # how the table goes through it; None if values must be asked
     constants: Constants  # what belongs to nobody, though it is no parameter: later it may be data
     skips: dict[frozenset[str], frozenset[str]] = field(default_factory=dict)  # which gradients torch need not compute
+
+    def shown(self, *, watched: bool) -> frozenset[int]:
+        """Those that show whose rows they have saved, if the forward was watched, or was not."""
+        return self.rows | self.copies if watched else self.rows
 
     @property
     def is_dynamic(self) -> bool:
@@ -130,18 +135,20 @@ def derived(
     names: Mapping[int, str],
     rows: Rows,
     same_sizes: Plan | None,
+    shown: Collection[int],
 ) -> Plan | None:
     """The plan for a graph of this structure; None if it does not follow, and the graph must be judged itself. Where a
-    plan for the `same_sizes` is at hand, only what indices and values decide is found anew."""
+    plan for the `same_sizes` is at hand, only what indices and values decide is found anew. `shown`: the nodes that
+    have saved rows of inputs."""
     if same_sizes is not None and same_sizes.followed is not None and judged.trail is not None:
-        moved = _moved(same_sizes, judged.trail, judged, nodes, n, rows)
+        moved = _moved(same_sizes, judged.trail, judged, nodes, n, rows, shown)
         if moved is None or _lie_alike(same_sizes.owned, moved.owned):
             return moved
     found = _owners(plan, judged, nodes, starts, n)
     if found is None:
         return None
     owned = {place: owners for place in plan.owned if (owners := found[place]) is not None}
-    if len(owned) < len(plan.owned) or not agrees(judged, owned, nodes, rows):
+    if len(owned) < len(plan.owned) or not agree(shown, owned, nodes, rows):
         return None
     routes = _fitted(_led(plan, nodes, names), owned, nodes, n)
     if routes is None or not _reach(plan, routes, nodes):
@@ -173,7 +180,9 @@ def derived(
     )
 
 
-def _moved(plan: Plan, trail: Trail, judged: Judged, nodes: Sequence[Node], n: int, rows: Rows) -> Plan | None:
+def _moved(
+    plan: Plan, trail: Trail, judged: Judged, nodes: Sequence[Node], n: int, rows: Rows, shown: Collection[int]
+) -> Plan | None:
     """The plan for a graph of the same sizes, in which indices move rows otherwise."""
     journey = Journey(n, {(nodes[place], edge): form for (place, edge), form in judged.moved.items()})
     assert plan.followed is not None
@@ -183,7 +192,7 @@ def _moved(plan: Plan, trail: Trail, judged: Judged, nodes: Sequence[Node], n: i
     moved = {place: owners for place, owners in found.items() if place in plan.owned}
     owned = plan.owned | moved
     routes = _fitted({place: plan.routes[place] for place in moved if place in plan.routes}, moved, nodes, n)
-    if routes is None or not agrees(judged, owned, nodes, rows):
+    if routes is None or not agree(shown, owned, nodes, rows):
         return None
     return replace(plan, owned=owned, routes=plan.routes | routes, has_doubts=has_doubts(owned))
 
@@ -203,10 +212,10 @@ def _way(layout: Layout | None) -> Hashable:
     return layout.map.shape, layout.behind, layout.is_whole, layout.held is None
 
 
-def agrees(judged: Judged, owned: Mapping[int, Owners], nodes: Sequence[Node], rows: Rows) -> bool:
+def agree(shown: Collection[int], owned: Mapping[int, Owners], nodes: Sequence[Node], rows: Rows) -> bool:
     """Whether nodes that had saved rows of an input have so again, and these say the same owners: an input may have
     been turned before, which leaves no node."""
-    for place in judged.rows:
+    for place in shown:
         said = rows.owners(nodes[place], tuple(outputs_of(nodes[place])[0].shape))
         own = owned.get(place)
         if said is None or own is None or (own[0] is not None and not same(own[0], said)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from unsum.learn.state import buffers_aside
 from unsum.plan.memory import Structure, forget_structure, recall, remember, watch_again
 from unsum.plan.plan import Plan
 from unsum.plan.signature import Sizes, Survey
-from unsum.plan.structure import Judged, agrees, derived, starts_of
+from unsum.plan.structure import Judged, agree, derived, starts_of
 from unsum.seams.modes import without_functions
 from unsum.seams.sharding import on_any_rank, whole
 from unsum.step.forward import Forward
@@ -87,7 +87,8 @@ class Planner:
             structure = None
         if structure is not None and not (structure.is_blind and forward.watching.saw(made)):
             nodes = structure.plan.in_order(seen.nodes)
-            plan = self._derive(structure, seen, nodes, known, n)
+            shown = structure.judged.shown(watched=forward.watching.saw(made))
+            plan = self._derive(structure, seen, nodes, known, n, shown)
             if plan is not None:
                 if self._gathered is None and on_any_rank(self._model, False):
                     self._gather()  # another rank learns
@@ -104,7 +105,7 @@ class Planner:
         is_new = judged is not None and setting.rules and (structure is None or structure.is_blind)
         if judged is not None and setting.rules:
             order = tuple(seen.at[node] for node in nodes)
-            plan = replace(plan, order=order, lasting=True, is_dynamic=judged.is_dynamic)
+            plan = replace(plan, order=order, lasting=True, is_dynamic=judged.is_dynamic or judged.by_copies)
             if structure is None or is_new:
                 structure = Structure(plan, judged, self._sides.is_blind)
                 remember(self._model, key, structure)
@@ -152,21 +153,27 @@ class Planner:
         return seen.signature[0], seen.names, cut, roots, self._setting.exact, n == 1, self._forward.is_marked
 
     def _derive(
-        self, structure: Structure, seen: Survey, nodes: Sequence[Node], known: Mapping[Edge, Layout], n: int
+        self,
+        structure: Structure,
+        seen: Survey,
+        nodes: Sequence[Node],
+        known: Mapping[Edge, Layout],
+        n: int,
+        shown: Collection[int],
     ) -> Plan | None:
         """The plan of a graph whose structure is known; None if it does not follow from that."""
         sizes = Sizes(seen.signature, (n, *known.values()))
         plan = structure.sized.get(sizes)
         judged, rows = structure.judged, self._forward.inputs.rows
         if plan is not None and not judged.is_dynamic:
-            return plan if agrees(judged, plan.owned, nodes, rows) else None
+            return plan if agree(shown, plan.owned, nodes, rows) else None
         starts = starts_of(structure.plan, nodes, known, n)
         if starts is None:
             return None
         # Ranks may meet new sizes at different times: only where values are asked are whole parameters gathered.
         by_values = bool(judged.silent)
         with self.learning(gathers=by_values) if by_values or self._saved.is_needed else contextlib.nullcontext():
-            plan = derived(structure.plan, judged, nodes, starts, n, self._setting.names, rows, plan)
+            plan = derived(structure.plan, judged, nodes, starts, n, self._setting.names, rows, plan, shown)
         if plan is not None:
             structure.keep(sizes, plan)
         return plan
