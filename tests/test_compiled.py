@@ -298,3 +298,16 @@ def test_another_block_beside_it_sees_everything(compiled_calls):
         assert got["head:input"].shape == (4, 6, 8)
         assert_norms(g[unsum.Norms], per_sample_gradients(model, loss, x))
     assert not compiled_calls
+
+
+def test_an_error_of_the_callers_does_not_end_compiled_calls(compiled_calls):
+    """An input of a wrong width, which the caller catches."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    compiled = torch.compile(model, backend="aot_eager")
+    for step in range(8):
+        x = torch.randn(5, 4, dtype=torch.float64)
+        if step in (1, 4):
+            with pytest.raises(RuntimeError), unsum.gradients(compiled, unsum.Norms()):
+                compiled(torch.randn(5, 3, dtype=torch.float64))
+        assert_norms(norms_of(model, compiled, x), per_sample_gradients(model, loss, x))
+    assert len(compiled_calls) == 6

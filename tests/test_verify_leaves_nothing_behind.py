@@ -236,3 +236,39 @@ def test_a_call_from_another_thread_is_heard_while_the_model_is_asked():
         thread.join(10)
     assert heard.count(thread) == asked.is_set()
     assert len(heard) == 1 + asked.is_set()
+
+
+@pytest.mark.parametrize("block", ["verify", "clip", "check"])
+def test_buffers_that_are_changed_in_place_and_then_used(block):
+    """The graph that the caller walks has saved them: they are as they were, and torch must not say otherwise."""
+
+    class Decaying(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.steps = nn.Linear(D, 3), 0
+            self.register_buffer("keys", torch.randn(5, 3))
+
+        def forward(self, x):
+            self.keys.mul_(0.9)
+            return self.a(x) @ self.keys.T
+
+    model = Decaying().double()
+    for _ in range(3):
+        x, before = noise(N, D), model.keys.clone()
+        each = each_of(
+            model, (x @ model.a.weight.T + model.a.bias)[:, None].matmul(0.9 * before.T).square().sum((1, 2))
+        )
+        if block == "clip":
+            with unsum.clip_per_sample(model, max_norm=1e9, verify=True):
+                squares(model, x).backward()
+            for name, wanted in each.items():
+                torch.testing.assert_close(model.get_parameter(name).grad, wanted.sum(0))
+        elif block == "verify":
+            g, _ = verified(model, None, x)
+            assert_same(g, each)
+        else:
+            loss = squares(model, x)
+            unsum.check(model, lambda m, x: m(x).square().sum(1), x)
+            loss.backward()
+        torch.testing.assert_close(model.keys, 0.9 * before)
+        model.zero_grad()

@@ -201,7 +201,9 @@ class GradientsBlock:
         self._forward.after(output)
         self.passes = False
         self._found.forwards = len(self._forward.calls.made)
-        if self._tapping is not None and output is not None and not self._forward.is_inside:
+        if self._tapping is not None and output is None:
+            self._tapping.raised()
+        elif self._tapping is not None and not self._forward.is_inside:
             self._tapping.rehearsals.saw(output)
 
     def instead_of_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

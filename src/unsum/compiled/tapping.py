@@ -84,6 +84,7 @@ class Tapping:
         self._calls: dict[int, tuple[Tapped, Outlet]] = {}  # by the id of the first tap
         self._zero: Tensor | None = None  # of which taps are made
         self._own = frozenset(own)
+        self._failed: Hashable = None  # the call under way, if an error has come of it, and it is made again eagerly
 
     # ---- forward --------------------------------------------------------------------------------------------------
 
@@ -99,7 +100,7 @@ class Tapping:
         self._forward.watching.turn(False)  # what is done here is no part of the model; an eager call turns it on again
         if not torch.is_grad_enabled() or self._has_no_forms():
             return seams.NOTHING
-        look = self._forward.look(name, args, kwargs)
+        look, self._failed = self._forward.look(name, args, kwargs), None
         if look.n is None:
             return seams.NOTHING
         key = Key((name, look.rest, _others(args, kwargs)), look.sizes)
@@ -139,9 +140,14 @@ class Tapping:
         except Exception as error:
             self.rehearsals.drop()
             watch_again(self._model)
-            memory.refused[wanted] = reason(error)
+            memory.refused[wanted], self._failed = reason(error), wanted
             log.warning("unsum: the compiled model runs eagerly in this block: %s", memory.refused[wanted])
         return seams.NOTHING
+
+    def raised(self) -> None:
+        """A call has raised eagerly: if it had failed before, the error was the caller's (an input of a wrong size)."""
+        if self._failed is not None:
+            memory_of(self._model).refused.pop(self._failed, None)
 
     def _compiled(
         self,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -47,6 +47,26 @@ def walk_by_evidence(
     return walked
 
 
+@dataclass
+class Shown:
+    """What rows of inputs have shown of a model: for calls with another structure that nobody has watched."""
+
+    dims: set[Hashable] = field(default_factory=set)  # along which its outputs' samples lay
+    by_copies: bool = False  # whether layers met copies of inputs: otherwise a call in which they do is unlike others
+
+    def add(self, walked: Walked, layouts: Sequence[Layout], setting: Setting) -> None:
+        self.dims.add(_dims_of(layouts))
+        nodes = [node for node, _, _ in with_rows(walked, setting)]
+        self.by_copies |= not all(map(setting.rows.are_given_to, nodes))
+
+
+_shown: weakref.WeakKeyDictionary[nn.Module, Shown] = weakref.WeakKeyDictionary()
+
+
+def _dims_of(layouts: Sequence[Layout]) -> Hashable:
+    return tuple([(len(each.shape), each.dim) if isinstance(each, Regular) else None for each in layouts])
+
+
 def agreeing(cut: Cut, n: int, setting: Setting) -> Cut:
     """The cut with its samples along dimensions that fit the rows of the inputs, where sizes coincide."""
     edges = list(cut.starts)
@@ -71,7 +91,7 @@ def agreeing(cut: Cut, n: int, setting: Setting) -> Cut:
         agrees = _agrees(walked, setting)
         agrees = _reaches_inputs(walked, n, setting) if agrees is None else agrees
         if agrees:
-            _shown.add(setting.model)
+            _shown.setdefault(setting.model, Shown()).add(walked, layouts, setting)
             return replace(cut, starts=starts)
         contradicts = contradicts or (agrees is False and not k)
         interacts = interacts or (bool(walked.mixing) and not k)
@@ -81,16 +101,13 @@ def agreeing(cut: Cut, n: int, setting: Setting) -> Cut:
         return cut  # which is refused for it, or else shows whose it is
     if lists:
         raise in_a_list(n)
-    if setting.sides.is_blind and setting.model in _shown and not setting.is_said:
+    shown = _shown.get(setting.model) if setting.sides.is_blind else None
+    if shown is not None and not shown.by_copies and not setting.is_said:
         raise moved_unseen()
-    if len(tried) > 1 and not setting.is_said:
+    if len(tried) > 1 and not setting.is_said and (shown is None or _dims_of(tried[0]) not in shown.dims):
         raise coincide(next(layout.shape for layout, others in zip(cut.starts.values(), choices, strict=True)
                             if len(others) > 1), n)  # fmt: skip
     return cut
-
-
-# Models whose inputs' rows have shown whose samples are whose: where they do not, something was done to the inputs.
-_shown: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _agrees(walked: Walked, setting: Setting) -> bool | None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from unsum.errors import UnsupportedError
 from unsum.seams.modules import OWN
-from unsum.seams.tensors import version_of
+from unsum.seams.tensors import put_version_back, version_of
 
 _FIXED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, nn.Parameter, str,
           bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)  # fmt: skip
@@ -110,11 +110,14 @@ class State:
         if value.is_meta or value.is_nested or value.layout != torch.strided:
             return
         whole = value.detach().clone()
+        version = None if value.is_inference() else version_of(value)
 
         def undo() -> None:
             with torch.no_grad():
                 if not _is_as_it_was(value, whole):
                     value.data.copy_(whole)
+            if version is not None and version_of(value) != version:
+                put_version_back(value, version)
 
         self._undo.append(undo)
 

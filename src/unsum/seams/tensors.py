@@ -32,6 +32,11 @@ copy_to: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_  # 
 _clone: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = getattr(torch, "_foreach_clone", None)  # not in 2.11
 
 
+def put_version_back(tensor: Tensor, version: int) -> None:
+    """The memory of a tensor is as it was at this version: a graph that has saved it then may be walked."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))  # type: ignore[attr-defined]
+
+
 def norms_of(tensors: Sequence[Tensor]) -> Tensor:
     """(tensors,): their norms, in few launches; in float32 at least."""
     dtypes = {tensor.dtype for tensor in tensors}
