@@ -11,8 +11,9 @@ from torch.nn import functional as F
 import unsum
 from nets import SEQUENCES, Adapted, D, Experts, N, T, mlp, scalar
 from reads import assert_reads, assert_reducers
-from unsum.errors import InteractionError
+from unsum.errors import InteractionError, UnsupportedError
 from unsum.graph import codes
+from unsum.plan import structure
 
 
 def test_a_layout_is_learnt_once(learnt):
@@ -273,3 +274,23 @@ def test_memory_is_flat_over_many_steps_of_two_layouts():
             gc.collect()
             live.append(sum(isinstance(o, torch.Tensor) for o in gc.get_objects()))
     assert live[1] <= live[0]
+
+
+@pytest.mark.parametrize("part", ["along another dimension", "every second row"])
+def test_gradients_that_get_lost_on_their_way_to_a_parameter_are_an_error(part, monkeypatch):
+    """A planted fault: it is not asked whether factors come to their parameters."""
+    monkeypatch.setattr(structure, "_reach", lambda *given: True)
+    torch.manual_seed(0)
+    model, caught = OfOneParameter(WEIGHTS[part]).double(), 0
+    for step in range(6):
+        model.step, x = step, torch.randn(5, 4, dtype=torch.float64)
+        truth = per_sample_gradients(model, scalar, x)
+        try:
+            with unsum.gradients(model) as g:
+                scalar(model, x).backward()
+        except UnsupportedError as error:
+            assert "lost" in str(error)  # noqa: PT017
+            caught += 1
+        else:
+            assert_reads(g, truth, 1e-9)
+    assert caught

@@ -34,7 +34,9 @@ def lines_of(graph: torch.fx.GraphModule) -> Lines:
 
 
 def _name(target: Any) -> str:
-    return target if isinstance(target, str) else f"{getattr(target, '__module__', '')}.{target.__name__}"
+    if isinstance(target, str):
+        return target
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', type(target).__name__)}"
 
 
 def _told(value: Any, places: Mapping[torch.fx.Node, Hashable]) -> Hashable:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unsum.errors import OptionError, UnknownSamples
+from unsum.errors import OptionError, UnknownSamples, UnsupportedError
 from unsum.factors.factors import Factors, GroupFactors
 from unsum.factors.outer import Outer
 from unsum.factors.stacked import Layers
@@ -50,6 +50,7 @@ class Collector:
         self.meetings: dict[int, Mapping[Meeting, None]] = {}
         self.versions: dict[int, Held] = {}  # of the tensors that are held, as they came
         self._unknown: dict[str, None] = {}
+        self._lost: dict[str, None] = {}
         self._plan, self._parameters, self._names = plan, parameters, names
         self._reducers, self._keep, self._scale, self._check = reducers, keep, scale, check
         self._sums: dict[int, Tensor] = {}
@@ -218,8 +219,18 @@ class Collector:
         """Positions of this operation got a gradient though nobody knows whose they are."""
         self._unknown[operation] = None
 
+    def lost(self, operation: str) -> None:
+        """Gradients of samples have come to this operation, on their way to a parameter, and it has not run."""
+        self._lost[operation] = None
+
     def finish(self) -> None:
         """The backward is over."""
+        if self._lost:
+            raise UnsupportedError(
+                f"the gradients of samples were lost at {', '.join(self._lost)}, between data and a parameter: the "
+                "graph is not like the one that was learnt.",
+                write='with unsum.gradients(model, engine="graph") as g: ...',
+            )
         if self._unknown:
             raise UnknownSamples(
                 "cannot tell which sample some positions belong to: they got a gradient now, and had none when unsum "

@@ -61,6 +61,10 @@ class Listener(Protocol):
         """Positions of this operation got a gradient though nobody knows whose they are."""
         ...
 
+    def lost(self, operation: str) -> None:
+        """Gradients of samples have come to this operation, on their way to a parameter, and it has not run."""
+        ...
+
     def lanes(self, plan: Plan, nodes: Sequence[Node]) -> Lanes | None:
         """Where meetings of this graph wait for others, if any does."""
         ...
@@ -123,6 +127,8 @@ class Run:
             handle.remove()
         self._handles.clear()
         if not failed:
+            for node in self._streams:
+                self._to.lost(node.name())
             for parameter, values, origins in self._formed.values():
                 self._to.meet(parameter, origins, Dense(values))
         for kept in (self._streams, self._origins, self._formed):
