@@ -10,6 +10,7 @@ import unsum
 from compiled_nets import Attention, Checkpointed, Choosing, Images, ids, images, rows
 
 FIRST = 2  # calls that run eagerly
+TELLS_HOOKS = torch.__version__ >= "2.13"  # whether torch tells where in the model a hook was put on
 
 
 class Twice(nn.Module):
@@ -306,7 +307,7 @@ def test_a_module_whose_share_is_wanted_sees_the_argument_itself(how, sites, ran
         x = batch(3, step)
         same(model, compiled, x, sites, in_order=sorted)
         torch.testing.assert_close(compiled(x), model(x))
-    assert ran() == 4 - FIRST
+    assert ran() == (4 - FIRST if how != "hook" or TELLS_HOOKS else 0)
 
 
 class Passing(nn.Module):
@@ -916,7 +917,7 @@ def test_gradients_between_hooks_of_the_model_on_one_tensor(ran):
         loss_of(model.out(h.sin())).backward()
         torch.testing.assert_close(got["inner.layer:grad_output"], h.grad)
         torch.testing.assert_close(got["inner:grad_output"], h.grad * 5)
-    assert ran() == 4 - FIRST
+    assert ran() == (4 - FIRST if TELLS_HOOKS else 0)
 
 
 def test_hooks_on_what_compile_has_returned_are_called(ran):

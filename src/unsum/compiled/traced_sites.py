@@ -27,7 +27,15 @@ from unsum.compiled import site_session
 from unsum.compiled.pattern import Untappable
 from unsum.compiled.traced import Choice, Gradient, Traced, Value
 from unsum.graph.nodes import Edge, Node, edge_of
-from unsum.seams.compiling import Shapes, allow_in_graph, copied, registers_hook, run_as_it_is, with_inputs
+from unsum.seams.compiling import (
+    Shapes,
+    allow_in_graph,
+    copied,
+    may_stand_for_hook,
+    registers_hook,
+    run_as_it_is,
+    with_inputs,
+)
 from unsum.seams.tensors import memory_number
 from unsum.types import Kind, Path
 
@@ -310,6 +318,8 @@ class _Rewriting:
         if not self._has_gradient(node):
             traced.silent.append((traced.calls[call], choice.kind))
             return
+        if may_stand_for_hook(self._of.get(node, node)):
+            raise Untappable("a hook is on a tensor whose gradient is asked for, and torch does not say where")
         if choice.kind == "grad_input":
             self._graph.call_function(site_session.watch_share, (len(self._watched), node))
         else:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+_HOOKS_IN_PLACE = importlib.util.find_spec("torch._higher_order_ops.register_hook") is not None  # as in torch 2.13
 dynamic_of: Callable[[Any], bool | None] = attrgetter("_dynamic")  # whether sizes may change
 
 
@@ -108,6 +111,21 @@ def registers_hook(node: torch.fx.Node) -> bool:
     return node.op == "call_function" and name in ("register_hook", "_register_hook_trampoline")
 
 
+def may_stand_for_hook(node: torch.fx.Node) -> bool:
+    """Whether a node may stand for a hook that the model has put on a tensor. Before 2.13 torch writes such a hook down
+    as a function that returns its argument, where the tensor is made: whoever read the tensor before reads the
+    function's result as well."""
+    applied: Any = node.args[0] if node.op == "call_function" and node.target is operator.getitem else None
+    if not isinstance(applied, torch.fx.Node) or getattr(applied.target, "__name__", "") != "autograd_function_apply":
+        return False
+    body: Any = applied.args[0]
+    inside = getattr(node.graph.owning_module, str(body.target), None) if isinstance(body, torch.fx.Node) else None
+    calls = [each for each in inside.graph.nodes if each.op.startswith("call")] if inside is not None else []
+    return not _HOOKS_IN_PLACE and all(
+        each.target == "view_as" or each.target is torch._C._set_grad_enabled for each in calls
+    )
+
+
 @dataclass(frozen=True)
 class Found:
     """A size in a graph that torch compiles: as the graph has it, and where to read it from the graph's inputs."""
@@ -174,10 +192,7 @@ def with_inputs(
     returns stand-ins for the inputs."""
     mode: Any = torch._guards.detect_fake_mode()  # of the compilation under way
     with mode:
-        given = [
-            torch.empty(tuple(shape), dtype=dtype, device=device, requires_grad=needs)
-            for shape, dtype, needs in tensors
-        ]
+        given = [_stand_in(tuple(shape), dtype, device, needs=needs) for shape, dtype, needs in tensors]
         taken = torch.empty(1, dtype=given[0].dtype, device=device)
     made = copied(graph)
     nodes = list(made.graph.nodes)
@@ -190,6 +205,14 @@ def with_inputs(
     nodes[-1].args = ((*nodes[-1].args[0], call),)
     made.recompile()
     return made, given
+
+
+def _stand_in(shape: tuple[Any, ...], dtype: torch.dtype, device: torch.device, *, needs: bool) -> torch.Tensor:
+    """Of a further input. What has gradients is a tap: one number, spread over its shape, and compiled code may ask how
+    it lies in memory."""
+    if not needs:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty((), dtype=dtype, device=device).expand(shape).requires_grad_()
 
 
 def copied(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
