@@ -245,7 +245,7 @@ def test_buffers_that_are_changed_in_place_and_then_used(block):
     class Decaying(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.steps = nn.Linear(D, 3), 0
+            self.a = nn.Linear(D, 3)
             self.register_buffer("keys", torch.randn(5, 3))
 
         def forward(self, x):

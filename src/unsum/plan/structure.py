@@ -86,8 +86,8 @@ class Judged:
     nobodys: frozenset[int]  # that have no owners
     silent: frozenset[int]  # at which values decide, in every batch
     rows: frozenset[int]  # that have saved rows of an input, which say whose they are as well
-    copies: frozenset[int]  # that have saved copies of them, which are known only where the forward is watched
-    by_copies: bool  # whether whose they are is known by some of these copies alone
+    copies: frozenset[int]  # that have saved copies of them: asked as well where the forward was watched in any case
+    by_copies: bool  # whether some of `rows` are copies of inputs, so that every forward has to be watched
     moved: dict[tuple[int, int], str]  # edges at which indices decide, and which layout they led to
     trail: Trail | None  # how the table goes through it; None if values must be asked
     constants: Constants  # what belongs to nobody, though it is no parameter: later it may be data

@@ -115,15 +115,12 @@ def may_stand_for_hook(node: torch.fx.Node) -> bool:
     """Whether a node may stand for a hook that the model has put on a tensor. Before 2.13 torch writes such a hook down
     as a function that returns its argument, where the tensor is made: whoever read the tensor before reads the
     function's result as well."""
-    applied: Any = node.args[0] if node.op == "call_function" and node.target is operator.getitem else None
-    if not isinstance(applied, torch.fx.Node) or getattr(applied.target, "__name__", "") != "autograd_function_apply":
+    applied: Any = node.args[0] if node.target is operator.getitem else None
+    if _HOOKS_IN_PLACE or getattr(getattr(applied, "target", None), "__name__", "") != "autograd_function_apply":
         return False
-    body: Any = applied.args[0]
-    inside = getattr(node.graph.owning_module, str(body.target), None) if isinstance(body, torch.fx.Node) else None
-    calls = [each for each in inside.graph.nodes if each.op.startswith("call")] if inside is not None else []
-    return not _HOOKS_IN_PLACE and all(
-        each.target == "view_as" or each.target is torch._C._set_grad_enabled for each in calls
-    )
+    body: Any = getattr(node.graph.owning_module, applied.args[0].target)
+    called = {each.target for each in body.graph.nodes if each.op.startswith("call")}
+    return called <= {"view_as", torch._C._set_grad_enabled}
 
 
 @dataclass(frozen=True)

@@ -89,10 +89,11 @@ def recurrent(at: At) -> Layout | Answer:
         rows = (-1, out.map[None]) if isinstance(out, Mapped) and not out.map.dim() else at.rows(out)
         if rows is None:
             return SILENT
-        if rows[0] != (dim := batch if k == 0 else len(out.shape) - 2):
-            if out.shape[dim] > 1 or (one := _owner(rows[1])) is None:
+        wanted = batch if k == 0 else len(out.shape) - 2
+        if rows[0] != wanted:
+            alone = _owner(rows[1]) if out.shape[wanted] == 1 else None  # a batch of one sample
+            if alone is None:
                 return MIXED
-            alone = one  # a batch of one sample
         of = out if of is None else of
     is_state = len(at.arg) == 3 if is_cudnn else at.edge > 4  # behind the input and four weights
     if at.edge and not is_state:
