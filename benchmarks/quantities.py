@@ -2,14 +2,14 @@
 
     python benchmarks/quantities.py [--device cuda] [--quick] [--json PATH] [--only NAME]
 
-The unit is one training step: forward, loss (a sum over samples), backward. In each repetition every way makes one
-step, in random order, and its time is divided by that of the plain step of the same repetition; shown are the median of
-these ratios, their quartiles, and peak memory over that of the plain step (on a GPU all memory, on a CPU what the step
-adds). "clipped" holds what fits half of the free memory, "clipped, factors" factors alone, "clipped, twice" nothing:
-one backward for the norms, one of the weighted losses. Each way is checked against plain autograd: norms and dots
-against gradients of one sample at a time, clipped sums against the gradient of a weighted loss, projections against the
-projection of `.grad`, norms of tokens against what modules were given and got back, captures against the weight
-gradients that they multiply to.
+The unit is one training step: forward, loss (a sum over samples), backward. In each repetition, which has a batch of
+its own, every way makes one step, in random order, and its time is divided by that of the plain step of the same
+repetition; shown are the median of these ratios, their quartiles, and peak memory over that of the plain step (on a GPU
+all memory, on a CPU what the step adds). "clipped" holds what fits half of the free memory, "clipped, factors" factors
+alone, "clipped, twice" nothing: one backward for the norms, one of the weighted losses. Each way is checked against
+plain autograd: norms and dots against gradients of one sample at a time, clipped sums against the gradient of a
+weighted loss, projections against the projection of `.grad`, norms of tokens against what modules were given and got
+back, captures against the weight gradients that they multiply to.
 """
 
 from __future__ import annotations
@@ -204,6 +204,11 @@ def held_as_factors(step: Step) -> Any:
         return step()
 
 
+def shuffle(x: Tensor) -> None:
+    """Another batch of the same numbers: experts get other rows, as in every step of a training run."""
+    x.copy_(x.flatten()[torch.randperm(x.numel(), device=x.device)].view_as(x))
+
+
 def run(name: str, make: Callable[[], Any], names: tuple[str, ...], *, device: str, seconds: float) -> dict[str, Any]:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -221,6 +226,7 @@ def run(name: str, make: Callable[[], Any], names: tuple[str, ...], *, device: s
     gc.freeze()
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times["plain"]) < 5:
+        shuffle(x)
         for key in random.sample(list(ways), len(ways)):
             model.zero_grad(set_to_none=True)
             start = now(device)

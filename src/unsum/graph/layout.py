@@ -176,8 +176,11 @@ def reshaped(layout: Layout, shape: tuple[int, ...], n: int) -> Layout:
     inner, k = prod(layout.behind), len(shape)
     while k > 1 and inner % prod(shape[k - 1 :]) == 0:
         k -= 1
-    rows = layout.map.flatten()
     times = inner // max(prod(shape[k:]), 1)
+    if times == 1 and tuple(layout.map.shape) == tuple(shape[:k]):  # the very map: what knows it by that goes on to
+        found = layout.with_behind(tuple(shape[k:]))
+        return found if k == 1 or layout.map.device.type != "cpu" else found.narrowed()
+    rows = layout.map.flatten()
     rows = rows.repeat_interleave(times) if times > 1 else rows
     held = layout.held if k == 1 and times == 1 and layout.map.dim() == 1 else None
     found = Mapped(rows.reshape(shape[:k]), shape[k:], layout.is_whole, held)
@@ -192,6 +195,10 @@ def merged(one: Layout, other: Layout, n: int, holds: list[Tensor] | None) -> La
     if isinstance(one, Regular) and isinstance(other, Regular):
         return None
     maps = [each.map for each in (one, other) if isinstance(each, Mapped)]
+    if len(maps) == 2 and maps[0] is maps[1] and one.shape == other.shape:
+        whole = [each for each in (one, other) if isinstance(each, Mapped) and each.is_whole]
+        if whole or maps[0].device.type != "cpu":  # elsewhere positions that nobody saw may be completed below
+            return whole[0] if whole else one
     if [map_.dim() for map_ in maps] == [0, 0] and maps[0].device.type == "cpu" and torch.equal(*maps):
         return one  # all of it is one sample's
     device = next((each.device for each in maps if each.device.type != "cpu"), torch.device("cpu"))
