@@ -196,9 +196,9 @@ def merged(one: Layout, other: Layout, n: int, holds: list[Tensor] | None) -> La
         return None
     maps = [each.map for each in (one, other) if isinstance(each, Mapped)]
     if len(maps) == 2 and maps[0] is maps[1] and one.shape == other.shape:
-        whole = [each for each in (one, other) if isinstance(each, Mapped) and each.is_whole]
-        if whole or maps[0].device.type != "cpu":  # elsewhere positions that nobody saw may be completed below
-            return whole[0] if whole else one
+        known = next((each for each in (one, other) if isinstance(each, Mapped) and each.is_whole), None)
+        if known is not None or maps[0].device.type != "cpu":  # elsewhere what nobody saw may be completed below
+            return known or one
     if [map_.dim() for map_ in maps] == [0, 0] and maps[0].device.type == "cpu" and torch.equal(*maps):
         return one  # all of it is one sample's
     device = next((each.device for each in maps if each.device.type != "cpu"), torch.device("cpu"))
