@@ -5,15 +5,21 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
+from unsum.graph.layout import Layout
+from unsum.graph.nodes import Edge, Node
+from unsum.plan.frame import Frame
 from unsum.plan.plan import Plan
+from unsum.plan.signature import Signature
 from unsum.plan.structure import Judged
 
 _KEPT = 128  # structures per model, and plans per structure
+_FRAMES = 4  # per structure
+_TRIES = 16  # frames that are made in a row, if no graph comes in any
 
 _structures: weakref.WeakKeyDictionary[nn.Module, OrderedDict[Hashable, Structure]] = weakref.WeakKeyDictionary()
 CallKey = tuple[Hashable, ...]  # what calls are remembered by: first the purpose of their block
@@ -28,6 +34,8 @@ class Structure:
     judged: Judged
     is_blind: bool  # whether its forward was not watched when it was judged
     sized: OrderedDict[Hashable, Plan] = field(default_factory=OrderedDict)
+    frames: list[Frame] = field(default_factory=list)  # the last one first
+    made: int = 0  # frames in which no graph has come since
 
     def keep(self, sizes: Hashable, plan: Plan) -> None:
         """The plan for these sizes; the oldest go."""
@@ -35,6 +43,22 @@ class Structure:
         self.sized.move_to_end(sizes)
         while len(self.sized) > _KEPT:
             self.sized.popitem(last=False)
+
+    def frame(self, signature: Signature, starts: Mapping[Edge, Layout], nodes: Sequence[Node]) -> Frame | None:
+        """One in which this graph is; None if there is none."""
+        found = next((each for each in self.frames if each.fits(signature, starts, nodes)), None)
+        if found is not None:
+            self.made = 0
+        return found
+
+    def keep_frame(
+        self, plan: Plan, signature: Signature, starts: Mapping[Edge, Layout], nodes: Sequence[Node]
+    ) -> None:
+        """A graph in which indices move rows, for later ones that differ in these alone. None is kept any longer if
+        others have come so often."""
+        if plan.followed is not None and self.made < _TRIES:
+            self.made += 1
+            self.frames = [Frame(plan, signature, starts, nodes), *self.frames][:_FRAMES]
 
 
 def recall(model: nn.Module, key: Hashable) -> Structure | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from unsum.graph.nodes import Leaf, Node
 from unsum.seams.nodes import saved_others
@@ -50,6 +50,14 @@ _KEEPS_SHAPE = (
 _readers: dict[type, Read | None] = {}  # what nodes of each kind save beside tensors
 
 
+class Places(NamedTuple):
+    """Which nodes of a graph are read, in the order of a survey."""
+
+    shown: tuple[int, ...]
+    viewed: tuple[int, ...]
+    saved: tuple[tuple[int, ...], ...]
+
+
 @dataclass(frozen=True)
 class Skeleton:
     """Kinds and edges of a graph, and which of its nodes are to be read."""
@@ -60,6 +68,7 @@ class Skeleton:
     shown: Pick  # whose shapes and dtypes are read
     viewed: Pick  # views whose shapes are read: they have one output, with the dtype of what is below
     saved: tuple[tuple[Read, Pick], ...]  # what is read of the nodes of each kind
+    places: Places  # which nodes these are
     number: int  # a hash of kinds and edges
     last: list[tuple[Any, ...]] = field(default_factory=list)  # the last signature of such a graph, if there was one
 
@@ -78,14 +87,15 @@ def skeleton(nodes: Sequence[Node], kinds: tuple[type, ...], edges: tuple[int | 
     for k, kind in enumerate(kinds):
         groups.setdefault(kind, []).append(k)
     leaves = groups.pop(Leaf, [])
-    saved = [(reader(nodes[places[0]]), picker(places)) for places in groups.values()]
+    saved = [(read, tuple(places)) for places in groups.values() if (read := reader(nodes[places[0]])) is not None]
     follows = _following(nodes, kinds, edges)
     rest = [k for k, kind in enumerate(kinds) if kind is not Leaf and k not in follows]
     below = list(_below(nodes, edges))
     viewed = [k for k in rest if kinds[k].__name__ in _VIEWS and below[k][0][0] is not None]
     shown = [k for k in rest if k not in viewed]
-    told = tuple((read, pick) for read, pick in saved if read is not None)
-    return Skeleton(kinds, edges, picker(leaves), picker(shown), picker(viewed), told, hash((kinds, edges)))
+    told = tuple((read, picker(places)) for read, places in saved)
+    places = Places(tuple(shown), tuple(viewed), tuple(each for _, each in saved))
+    return Skeleton(kinds, edges, picker(leaves), picker(shown), picker(viewed), told, places, hash((kinds, edges)))
 
 
 def _following(nodes: Sequence[Node], kinds: Sequence[type], edges: Sequence[int | None]) -> set[int]:

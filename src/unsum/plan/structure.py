@@ -135,14 +135,19 @@ def derived(
     names: Mapping[int, str],
     rows: Rows,
     same_sizes: Plan | None,
+    in_frame: Plan | None,
     shown: Collection[int],
 ) -> Plan | None:
     """The plan for a graph of this structure; None if it does not follow, and the graph must be judged itself. Where a
-    plan for the `same_sizes` is at hand, only what indices and values decide is found anew. `shown`: the nodes that
-    have saved rows of inputs."""
+    plan for the `same_sizes` is at hand, or for sizes that differ only in rows that indices move (`in_frame`), only
+    what indices and values decide is found anew. `shown`: the nodes that have saved rows of inputs."""
     if same_sizes is not None and same_sizes.followed is not None and judged.trail is not None:
         moved = _moved(same_sizes, judged.trail, judged, nodes, n, rows, shown)
         if moved is None or _lie_alike(same_sizes.owned, moved.owned):
+            return moved
+    elif in_frame is not None and in_frame.n == n and judged.trail is not None:
+        moved = _moved(in_frame, judged.trail, judged, nodes, n, rows, shown)
+        if moved is not None and _serves(in_frame, moved, nodes):
             return moved
     found = _owners(plan, judged, nodes, starts, n)
     if found is None:
@@ -195,6 +200,14 @@ def _moved(
     if routes is None or not agree(shown, owned, nodes, rows):
         return None
     return replace(plan, owned=owned, routes=plan.routes | routes, has_doubts=has_doubts(owned))
+
+
+def _serves(plan: Plan, moved: Plan, nodes: Sequence[Node]) -> bool:
+    """Whether what is known of a plan's meetings holds where some have other numbers of rows. What waits for others
+    does not: there samples follow each other in blocks."""
+    others = {place: owners for place, owners in moved.owned.items() if owners is not plan.owned[place]}
+    known = {place: plan.owned[place] for place in others if place in plan.ruled or place in moved.ruled}
+    return _lie_alike(known, others) and _reach(plan, {place: moved.routes.get(place, ()) for place in others}, nodes)
 
 
 def _lie_alike(before: Mapping[int, Owners], now: Mapping[int, Owners]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -93,6 +93,12 @@ class Run:
         self._doubts = plan.has_doubts
         self._lanes: Lanes | None = None
         self._digests: Digests | None = None
+        self._pass: Callable[[int, Any], None] | None = None  # what waits at nodes without owners, while attached
+
+    @cached_property
+    def _streamed(self) -> dict[Node, int]:
+        """The nodes through which gradients may pass formed."""
+        return {self._nodes[place]: place for place in self.plan.streamed}
 
     def attach(self, saved: Saved | None = None) -> None:
         """Wait at the nodes that matter. `saved` is what keeps tensors that checkpoints unpack, if there are any."""
@@ -106,7 +112,7 @@ class Run:
         hooks: list[Callable[[int, Any], None]] = [self._waiting, self._ruled, self._owned, self._passed, self._nobodys]
         if saved is not None:
             hooks = [saved.read_by(hook) for hook in hooks]
-        wait, rule, own, passed, nobodys = hooks  # one of each, not one for each node
+        wait, rule, own, self._pass, nobodys = hooks  # one of each, not one for each node
         owned = [self._nodes[place] for place in self.plan.owned]
         ways: list[Callable[[Grads], Any]] = [
             partial(wait if place in waits else rule if place in ruled else own, place) for place in self.plan.owned
@@ -115,11 +121,8 @@ class Run:
         if saved is None and first is not None and first.device.type in channels_last.DEVICES:
             ways = [channels_last.handing_on(node, way) for node, way in zip(owned, ways, strict=True)]
         self._handles += seams.on_nodes(owned, ways)
-        for places, then in (
-            (self.plan.streamed, passed), (self.plan.nobodys, nobodys)
-        ):  # fmt: skip
-            for place in places:
-                self._handles.append(seams.on_node(self._nodes[place], partial(then, place)))
+        for place in self.plan.nobodys:
+            self._handles.append(seams.on_node(self._nodes[place], partial(nobodys, place)))
 
     def detach(self, *, failed: bool) -> None:
         """Hand over what was formed, and let go of the graph."""
@@ -133,7 +136,7 @@ class Run:
                 self._to.meet(parameter, origins, Dense(values))
         for kept in (self._streams, self._origins, self._formed):
             kept.clear()
-        self._lanes = self._digests = None
+        self._lanes = self._digests = self._pass = None
 
     def _is_wanted(self, child: Node) -> bool:
         return id(child.variable) in self._setting.wanted if is_leaf(child) else child in self._mixed
@@ -274,7 +277,12 @@ class Run:
             return
         value = value.to(outputs_of(child)[output].dtype)
         self._origins.setdefault(child, {}).update(origins)
-        streams = self._streams.setdefault(child, {})
+        streams = self._streams.get(child)
+        if streams is None:  # it runs later in this backward: few of the nodes through which they may pass get any
+            streams = self._streams[child] = {}
+            place = self._streamed.get(child)
+            if place is not None and self._pass is not None:
+                self._handles.append(seams.on_node(child, partial(self._pass, place)))
         outputs = streams.setdefault(sample, [None] * len(outputs_of(child)))
         known = outputs[output]
         outputs[output] = value if known is None else known + value

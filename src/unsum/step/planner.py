@@ -170,13 +170,18 @@ class Planner:
         starts = starts_of(structure.plan, nodes, known, n)
         if starts is None:
             return None
+        frame = None if plan is not None else structure.frame(seen.signature, starts, nodes)
+        in_frame = None if frame is None else frame.plan
         # Ranks may meet new sizes at different times: only where values are asked are whole parameters gathered.
         by_values = bool(judged.silent)
         with self.learning(gathers=by_values) if by_values or self._saved.is_needed else contextlib.nullcontext():
-            plan = derived(structure.plan, judged, nodes, starts, n, self._setting.names, rows, plan, shown)
-        if plan is not None:
-            structure.keep(sizes, plan)
-        return plan
+            found = derived(structure.plan, judged, nodes, starts, n, self._setting.names, rows, plan, in_frame, shown)
+        if found is None or (in_frame is not None and found.followed is in_frame.followed):
+            return found
+        structure.keep(sizes, found)
+        if plan is None:
+            structure.keep_frame(found, seen.signature, starts, nodes)
+        return found
 
     def inside(self, call: seams.Backward, owners: Owners, n: int) -> tuple[Plan, Sequence[Node]]:
         """The plan of a backward that a node runs by itself, from roots with these owners."""

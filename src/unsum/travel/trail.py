@@ -16,6 +16,8 @@ from unsum.graph.layout import Layout, Mapped
 from unsum.graph.nodes import Edge, Node, is_leaf
 from unsum.graph.owners import Owners
 from unsum.seams.nodes import outputs_of
+from unsum.travel.elementwise import elementwise
+from unsum.travel.products import mm
 from unsum.travel.table import Answer, At, Journey, Travel, down, entry
 from unsum.travel.walk import INDEXED, Walked, filled, may_mix, mixes, with_states
 
@@ -44,14 +46,31 @@ class Followed:
     indices decide are others."""
 
     def __init__(self, owners: Sequence[Owners | None], steps: Sequence[Leg]) -> None:
-        self.moved = [outs is not None and any(isinstance(out, Mapped) for out in outs) for outs in owners]
+        self.moved = [outs is not None and any([isinstance(out, Mapped) for out in outs]) for outs in owners]  # noqa: C419
         self.known = owners
         self.fixed = [None if far else outs for far, outs in zip(self.moved, owners, strict=True)]
-        self.legs = [leg for leg in steps if leg.looks or self.decides(leg)]
+        decided = [(leg, self._decides(leg)) for leg in steps]
+        # Whether each must be asked again where the samples of its arguments are; the others, whether it mixes them.
+        self.legs = [(leg, decides) for leg, decides in decided if decides or leg.looks]
+        self.passing = {leg.place for leg, decides in self.legs if decides and self._passes(leg)}
 
-    def decides(self, leg: Leg) -> bool:
-        """Whether it must be asked again where the samples of its arguments are."""
-        return self.moved[leg.place] or leg.kind in INDEXED
+    def _decides(self, leg: Leg) -> bool:
+        moved = self.moved
+        return moved[leg.place] or leg.kind in INDEXED or any([moved[child] for _, child, _ in leg.edges])  # noqa: C419
+
+    def _passes(self, leg: Leg) -> bool:
+        """Whether rows pass by a node as they are: it works on each number, or is a product with a matrix."""
+        outs, moved = self.known[leg.place], self.moved
+        if leg.looks or leg.is_custom or outs is None or len(outs) != 1 or not _are_rows(outs[0]):
+            return False
+        first = 0 if leg.kind == "Mm" else 1  # the edge of the rows, in a product
+        is_row_by_row = leg.travel is elementwise or (leg.travel is mm and all(e[0] == first for e in leg.edges))
+        return is_row_by_row and all(moved[child] for _, child, _ in leg.edges)
+
+
+def _are_rows(layout: Layout | None) -> bool:
+    """Whether each row of a tensor is known to be of some sample."""
+    return isinstance(layout, Mapped) and layout.is_whole and layout.map.dim() == 1
 
 
 @dataclass(frozen=True)
@@ -84,16 +103,18 @@ class Trail:
         return owners
 
     def again(self, nodes: Sequence[Node], before: Followed, journey: Journey) -> dict[int, Owners] | None:
-        """Of a graph with the sizes of one that was followed before: the owners that indices decide, by place. None if
-        something else than these has changed."""
+        """Of a graph that is like one that was followed before, but for rows that indices move: the owners that indices
+        decide, by place. None if something else than these has changed."""
         owners: list[Owners | None] = list(before.fixed)
         found: dict[int, Owners] = {}
         try:
-            for leg in before.legs:
-                if not before.decides(leg):
+            for leg, decides in before.legs:
+                if not decides:
                     outs = owners[leg.place]
                     if outs is not None and mixes(nodes[leg.place], outs, journey):
                         return None
+                    continue
+                if leg.place in before.passing and self._pass(leg, nodes, owners, found, journey):
                     continue
                 at = self._at(leg, nodes, owners, journey)
                 if at is None:
@@ -114,6 +135,32 @@ class Trail:
         except (AttributeError, IndexError):
             return None
         return found
+
+    def _pass(
+        self,
+        leg: Leg,
+        nodes: Sequence[Node],
+        owners: list[Owners | None],
+        found: dict[int, Owners],
+        journey: Journey,
+    ) -> bool:
+        """Whether the rows of a result are those of the arguments, which then have their samples: what the table says
+        in many more steps, where nothing is spread. If not, it is asked."""
+        outs = owners[leg.place]
+        rows = None if outs is None else outs[0]
+        if outs is None or not isinstance(rows, Mapped) or not _are_rows(rows):
+            return False
+        size, rank = len(rows.map), 1 + len(rows.behind)
+        shapes = [tuple(outputs_of(nodes[child])[output].shape) for _, child, output in leg.edges]
+        for shape in shapes:
+            if len(shape) != rank or shape[0] != size:
+                return False
+        found[leg.place] = outs
+        for (_, child, output), shape in zip(leg.edges, shapes, strict=True):
+            if not self._arrive(owners, child, output, rows.with_behind(shape[1:]), journey):
+                return False
+            found[child] = owners[child] or []
+        return True
 
     def _at(self, leg: Leg, nodes: Sequence[Node], owners: list[Owners | None], journey: Journey) -> At | None:
         """What the table is told of a node; None if nothing has arrived there, or it mixes samples."""
