@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import unsum
+from unsum.errors import InteractionError, SamplesError
 from unsum.travel.trail import Trail
 
 E, D, H = 4, 6, 10
@@ -177,3 +178,55 @@ def test_numbers_that_nodes_have_saved_are_those_of_the_batch():
         with unsum.gradients(model, unsum.Norms()) as g:
             losses_of(model, x, chosen).sum().backward()
         torch.testing.assert_close(g[unsum.Norms].sq_norms(), squares_of(truth))
+
+
+class Sent(nn.Module):
+    """Rows are taken from some places, and what comes of them is added at others."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.expert = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x, taken, put):
+        rows = self.first(x).flatten(0, 1)
+        return torch.zeros(len(x) * 8, D, dtype=x.dtype).index_add(0, put, self.expert(rows[taken])).view(len(x), 8, D)
+
+
+def other_places(taken):
+    return taken.roll(1)
+
+
+def the_same_numbers(taken):
+    return taken.clone()
+
+
+@pytest.mark.parametrize("later", [other_places, the_same_numbers])
+def test_rows_that_go_back_to_other_samples_are_refused_in_later_batches(later):
+    """In the first batches the very tensor says where rows are taken from and where they go."""
+    torch.manual_seed(0)
+    model, x = Sent().double(), torch.randn(3, 8, D, dtype=torch.float64)
+
+    def norms_of(taken, put):
+        with unsum.gradients(model, unsum.Norms()) as g:
+            model(x, taken, put).square().sum().backward()
+        return g[unsum.Norms].sq_norms()
+
+    for _ in range(4):
+        taken = torch.randperm(24)[:12]
+        norms_of(taken, taken)
+    taken = torch.arange(0, 24, 2)
+    if later is other_places:
+        with pytest.raises((InteractionError, SamplesError)):
+            norms_of(taken, later(taken))
+    truth = each_of(model, model(x, taken, taken).square().flatten(1).sum(1))
+    torch.testing.assert_close(norms_of(taken, the_same_numbers(taken)), squares_of(truth))
+
+
+def test_rows_that_are_taken_from_longer_samples_than_they_go_to_are_refused_in_later_batches():
+    torch.manual_seed(0)
+    model, taken = Sent().double(), torch.arange(12)
+    for x in (torch.randn(3, 8, D).double(), torch.randn(3, 8, D).double(), torch.randn(3, 8, D).double()):
+        with unsum.gradients(model, unsum.Norms()):
+            model(x, taken, taken).square().sum().backward()
+    with pytest.raises((InteractionError, SamplesError)), unsum.gradients(model, unsum.Norms()):
+        model(torch.randn(3, 16, D).double(), taken, taken).square().sum().backward()

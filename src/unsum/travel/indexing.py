@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unsum.graph.layout import UNSEEN, Layout, Mapped, Regular, complete
-from unsum.travel.table import SILENT, Answer, At, travels
+from unsum.travel.table import SILENT, Answer, At, Taken, travels
 
 Indices = list[Tensor | None]
 
@@ -39,7 +39,11 @@ def index_add(at: At) -> Layout | Answer:
         rows = own[1].to(index.device)
     else:
         return SILENT
-    return _moved(at, rows[index.long()], dim, own=True)
+    index = index.long()
+    rows = rows[index]
+    if isinstance(at.layout, Regular) and not dim and at.journey.n * at.layout.block == at.shape[0]:
+        at.journey.taken[id(rows)] = Taken(rows, index, at.shape[0])
+    return _moved(at, rows, dim, own=True)
 
 
 @travels("Scatter ScatterAdd")
@@ -115,8 +119,12 @@ def _sent_again(at: At, index: Tensor, *, others: bool) -> Layout | None:
         rows = layout.map
     else:
         return None
+    in_blocks = expected == "0" and size % n == 0
+    taken = at.journey.taken.get(id(rows))
+    if in_blocks and taken is not None and taken.size == size and _are_the_same(taken.index, index):
+        return Regular(at.arg, n, 0, size // n)  # they go back to where they were taken from
     index = index % size  # negative ones count from the end
-    if expected == "0" and size % n == 0:
+    if in_blocks:
         at.journey.holds.append((_rows(size, n, size // n, index.device)[index] == rows).all())
         return Regular(at.arg, n, 0, size // n)
     if expected != "rows" or others:
@@ -126,6 +134,13 @@ def _sent_again(at: At, index: Tensor, *, others: bool) -> Layout | None:
     if len(index) != size:
         at.journey.holds.append((sent[index] == rows).all())
     return Mapped(sent, at.arg[1:], is_whole=True, held=_held(at, index, size))
+
+
+def _are_the_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same numbers in the same memory."""
+    return bool(one.numel()) and (one.data_ptr(), one.shape, one.stride()) == (
+        other.data_ptr(), other.shape, other.stride(),
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=256)

@@ -33,6 +33,15 @@ class Answer(Enum):
 MIXED, SILENT = Answer.MIXED, Answer.SILENT
 
 
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """Rows that were taken from others, which lie in blocks, one for each sample."""
+
+    map: Tensor  # of the rows that were taken
+    index: Tensor  # which they are
+    size: int  # how many there were to take from
+
+
 @dataclass
 class Journey:
     """One walk over a graph. On a GPU nothing is looked at on the way: what must be true is collected, to be read all
@@ -41,6 +50,7 @@ class Journey:
     n: int
     expected: dict[tuple[Node, int], str] | None = None  # None: the graph is being judged, numbers may be looked at
     holds: list[Tensor] = field(default_factory=list)
+    taken: dict[int, Taken] = field(default_factory=dict)  # by the id of the map of the rows that were taken
 
     def joined(self, known: Layout | None, layout: Layout) -> Layout | None:
         """The layout of a tensor that is used in two ways; None if they contradict each other."""
