@@ -6,7 +6,7 @@ states are known; the one that is left leads the gradient from each time to the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -30,6 +30,13 @@ class AtGates(NamedTuple):
     of_states: Tensor
 
 
+class Kept(NamedTuple):
+    """What an LSTM may have left for its backward, which is looked at before it is believed."""
+
+    gates: Tensor  # (T, B, 4, H), in the order in which it went through time
+    states: Tensor  # (T, B, H) that the layer has returned
+
+
 @dataclass(frozen=True)
 class Recurrence:
     """A layer that was run over time, with T times, B sequences and H hidden units."""
@@ -39,6 +46,7 @@ class Recurrence:
     weights: tuple[Tensor, Tensor]  # of inputs and of states, (gates · H, I) and (gates · H, H)
     biases: tuple[Tensor, ...]  # (gates · H,) each
     is_reversed: bool = False  # whether it went from the last time to the first
+    kept: Kept | None = None
 
     def sums(self) -> Tensor:
         """(T, B, gates · H): what goes into the gates."""
@@ -89,16 +97,8 @@ def product(rows: Tensor, weight: Tensor) -> Tensor:
 def lstm(layer: Recurrence, cell: Tensor, d_states: Tensor, d_last: Tensor | None, d_cell: Tensor | None) -> Tensor:
     """(T, B, 4H): the gradient at the gates of an LSTM that began with a `cell` (B, H), given the gradients of all
     states (T, B, H), of the last one and of the last cell."""
-    gates = layer.sums().unflatten(2, (4, -1))
+    gates, cells, earlier = _kept_gates(layer, cell) or _gates(layer, cell)
     i, f, g, o = gates.unbind(2)
-    for gate in (i, f, o):
-        gate.sigmoid_()
-    g.tanh_()
-    cells, first = torch.mul(i, g), cell
-    for now, forget in layer.forwards(cells.unbind(), f.unbind()):
-        cell = now.addcmul_(forget, cell)
-    earlier = begun(cells, first, is_reversed=layer.is_reversed)
-    cells.tanh_()
     # From here on the gates turn into derivatives: of the cell for i, f and g, of the state for o.
     through = _aten.tanh_backward(o, cells)  # the cell, by the state
     kept = f.clone()
@@ -120,6 +120,56 @@ def lstm(layer: Recurrence, cell: Tensor, d_states: Tensor, d_last: Tensor | Non
             d.mul_(keep)
             state = torch.addmm(before, own, layer.weights[1])
     return flat
+
+
+def _gates(layer: Recurrence, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gates of an LSTM (T, B, 4, H), tanh of its cells after each time and the cells before it, (T, B, H)."""
+    gates = layer.sums().unflatten(2, (4, -1))
+    i, f, g, o = gates.unbind(2)
+    for gate in (i, f, o):
+        gate.sigmoid_()
+    g.tanh_()
+    return gates, *_cells(layer, gates, cell)
+
+
+def _cells(layer: Recurrence, gates: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+    i, f, g, _ = gates.unbind(2)
+    cells, first = torch.mul(i, g), cell
+    for now, forget in layer.forwards(cells.unbind(), f.unbind()):
+        cell = now.addcmul_(forget, cell)
+    earlier = begun(cells, first, is_reversed=layer.is_reversed)
+    return cells.tanh_(), earlier
+
+
+_right: dict[Hashable, bool] = {}  # by sizes: whether gates that were kept are those that are computed
+_SIZES = 1024  # of these, then they are compared anew
+OFF = 1e-4  # between states, or gates, that are the same but for rounding
+
+
+def _kept_gates(layer: Recurrence, cell: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The same from what was kept: the first of these sizes are compared with what is computed, and all with the states
+    that the layer has returned. None where they differ, or nothing was kept."""
+    if layer.kept is None:
+        return None
+    kept, states = layer.kept
+    key = (*kept.shape[1:], layer.is_reversed)
+    if not _right.get(key, True):
+        return None
+    gates = kept.flip(0) if layer.is_reversed else kept.clone(memory_format=torch.contiguous_format)
+    cells, earlier = _cells(layer, gates, cell)
+    if not _is_close(gates[:, :, 3] * cells, states):
+        return None
+    if key not in _right:
+        if len(_right) >= _SIZES:
+            _right.clear()
+        computed = _gates(layer, cell)
+        _right[key] = _is_close(gates, computed[0])
+        return computed
+    return gates, cells, earlier
+
+
+def _is_close(found: Tensor, wanted: Tensor) -> bool:
+    return bool(torch.sub(found, wanted).abs_().max() <= OFF)  # of NaN: no
 
 
 def gru(layer: Recurrence, d_states: Tensor, d_last: Tensor | None) -> AtGates:

@@ -22,6 +22,7 @@ __all__ = [
     "hint",
     "is_stand_in",
     "launcher",
+    "onednn_gates",
     "onednn_product",
     "python_operator",
     "runs_between_cuda_graphs",
@@ -95,3 +96,19 @@ def onednn_product(rows: Tensor, weight: Tensor) -> Tensor | None:
     if _linear is None or rows.dtype != torch.float32 or rows.device.type != "cpu":
         return None
     return _linear(rows, weight, None, "none", [], "")  # type: ignore[no-any-return]
+
+
+_LINE, _CRITICAL = 16, 256  # numbers of float32: rows begin with a cache line, and their size is no multiple of 256
+
+
+def onednn_gates(workspace: Tensor, times: int, batch: int, units: int) -> Tensor | None:
+    """(T, B, 4, H): where oneDNN keeps the gates of an LSTM for its backward (input, forget, cell, output), in the
+    order in which it went through time; None where that cannot be. oneDNN lays its workspace out so today, and promises
+    it nowhere: whoever reads it looks whether these gates lead to the states that the layer has returned."""
+    width = -(-4 * units // _LINE) * _LINE
+    width += _LINE if width % _CRITICAL == 0 else 0
+    is_read = workspace.dtype == torch.uint8 and workspace.is_contiguous() and not is_stand_in(workspace)
+    if not is_read or workspace.numel() < 4 * times * batch * width or workspace.data_ptr() % 64:
+        return None
+    numbers = workspace[: 4 * times * batch * width].view(torch.float32)
+    return numbers.as_strided((times, batch, 4, units), (batch * width, width, units, 1))
