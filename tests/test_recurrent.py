@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import unsum
+from unsum.kernels import kept_gates as kept_gates_module
 from unsum.kernels import recurrence
+from unsum.kernels.kept_gates import kept_gates
 from unsum.kernels.recurrence import Kept, Recurrence, begun, lstm
-from unsum.seams.operators import onednn_gates
 
 N, T, D, H = 4, 6, 3, 5
 PARTS = {
@@ -241,6 +242,7 @@ KEPT = {
     "gates in another order": lambda gates: gates.flip(2),
     "gates of other times": lambda gates: gates.roll(1, 0),
     "gates of other sequences": lambda gates: gates.roll(1, 1),
+    "zeros": lambda gates: gates * 0,
     "no numbers": lambda gates: gates * torch.nan,
 }
 
@@ -256,17 +258,9 @@ def test_the_gradient_at_the_gates_is_autograds(is_reversed, kept):
 
 @pytest.mark.parametrize("is_reversed", [False, True])
 def test_gates_that_were_kept_are_not_computed_again(is_reversed):
-    layer = Written(is_reversed=is_reversed, n=N + 1)
-    layer.found(layer.gates)  # the first of these sizes
+    layer = Written(is_reversed=is_reversed)
     found = layer.found(layer.gates, inputs=layer.layer.inputs * torch.nan)
     torch.testing.assert_close(found, layer.wanted, rtol=1e-10, atol=1e-12)
-
-
-def test_gates_that_lead_to_the_states_by_chance_are_not_believed():
-    """All is zero, so any gates lead to states of zero."""
-    layer = Written(scale=0.0, n=N + 2)
-    for _ in range(3):
-        torch.testing.assert_close(layer.found(torch.zeros_like(layer.gates)), layer.wanted)
 
 
 @pytest.mark.parametrize("hidden", [1, 5, 16, 32, 64, 128, 300])
@@ -277,11 +271,31 @@ def test_where_onednn_keeps_the_gates(hidden, is_reversed):
     rnn, x = nn.LSTM(D, hidden, bidirectional=True), torch.randn(T, N, D)
     (y, _), at = rnn(x), -1 if is_reversed else 0
     (node,) = [each for each in nodes_of(y) if "MkldnnRnnLayer" in each.name() and each._saved_reverse == is_reversed]
-    i, f, g, o = onednn_gates(node._saved_result3, T, N, hidden).unbind(2)
+    kept = kept_gates(node._saved_result3, node._saved_result0, is_reversed=is_reversed)
+    i, f, g, o = kept.gates.unbind(2)
     cell, states = torch.zeros(N, hidden), y.detach().unflatten(2, (2, -1))[:, :, at]
     for t, state in enumerate(states.flip(0) if is_reversed else states):
         cell = f[t] * cell + i[t] * g[t]
         torch.testing.assert_close(o[t] * cell.tanh(), state, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("where", ["gates in another order", "zeros", "no numbers"])
+def test_gates_that_are_not_where_they_are_looked_for_are_computed(where, dtype, monkeypatch):
+    """The input and the biases are zero, so that any gates would lead to the states, which are zero as well."""
+    look, module = kept_gates_module.onednn_gates, kept_gates_module
+    monkeypatch.setattr(module, "onednn_gates", lambda *given: KEPT[where](look(*given)))
+    module._are_there.cache_clear()
+    torch.manual_seed(0)
+    rnn = nn.LSTM(D, H).to(dtype)
+    nn.init.zeros_(rnn.bias_ih_l0)
+    nn.init.zeros_(rnn.bias_hh_l0)
+    model, x = nn.Sequential(rnn), torch.zeros(T, N, D, dtype=dtype)
+    run = lambda m, x: (m(x.transpose(0, 1))[0] - 1).square().sum()
+    with unsum.gradients(model, samples=unsum.dim(1)) as g:
+        (model(x)[0] - 1).square().sum().backward()
+    module._are_there.cache_clear()
+    compare(g.per_sample(), per_sample_gradients(model, run, x.transpose(0, 1)), 1e-5)
 
 
 def nodes_of(tensor: Tensor) -> set:

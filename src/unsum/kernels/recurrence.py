@@ -6,7 +6,7 @@ states are known; the one that is left leads the gradient from each time to the 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -17,7 +17,8 @@ from unsum.seams.operators import onednn_product
 
 Kind = Literal["relu", "tanh", "lstm", "gru"]
 
-LARGE = 1 << 22  # products of numbers, from which on oneDNN's call is worth its overhead, as measured
+# Products of numbers, from which on oneDNN's call is worth its overhead, as measured: over all times, and at one time.
+LARGE, LARGE_ONCE = 1 << 22, 1 << 20
 
 _aten = torch.ops.aten
 
@@ -31,7 +32,7 @@ class AtGates(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What an LSTM may have left for its backward, which is looked at before it is believed."""
+    """What an LSTM has left for its backward. It is believed if the gates lead to the states."""
 
     gates: Tensor  # (T, B, 4, H), in the order in which it went through time
     states: Tensor  # (T, B, H) that the layer has returned
@@ -71,6 +72,12 @@ class Recurrence:
         found = list(zip(*along, strict=True))
         return iter(found) if self.is_reversed else reversed(found)
 
+    def led_back(self, own: Tensor, before: Tensor) -> Tensor:
+        """(B, H): the gradient of the state before a time, from the one at its gates and what arrives there besides."""
+        weight = self.weights[1]
+        found = onednn_product(own, weight.T) if own.numel() * weight.shape[1] >= LARGE_ONCE else None
+        return torch.addmm(before, own, weight) if found is None else found.add_(before)
+
     def arriving(self, d_states: Tensor, d_last: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
         """The gradient of the state that a backward begins with, and what arrives at the state before each time, with
         None for the first time's: that of all states, (T, B, H), and of the last one are given."""
@@ -97,7 +104,7 @@ def product(rows: Tensor, weight: Tensor) -> Tensor:
 def lstm(layer: Recurrence, cell: Tensor, d_states: Tensor, d_last: Tensor | None, d_cell: Tensor | None) -> Tensor:
     """(T, B, 4H): the gradient at the gates of an LSTM that began with a `cell` (B, H), given the gradients of all
     states (T, B, H), of the last one and of the last cell."""
-    gates, cells, earlier = _kept_gates(layer, cell) or _gates(layer, cell)
+    gates, cells, earlier = _kept_gates(layer, cell) or opened(layer, cell)
     i, f, g, o = gates.unbind(2)
     # From here on the gates turn into derivatives: of the cell for i, f and g, of the state for o.
     through = _aten.tanh_backward(o, cells)  # the cell, by the state
@@ -118,11 +125,11 @@ def lstm(layer: Recurrence, cell: Tensor, d_states: Tensor, d_last: Tensor | Non
         of_state.mul_(state)
         if before is not None:
             d.mul_(keep)
-            state = torch.addmm(before, own, layer.weights[1])
+            state = layer.led_back(own, before)
     return flat
 
 
-def _gates(layer: Recurrence, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def opened(layer: Recurrence, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gates of an LSTM (T, B, 4, H), tanh of its cells after each time and the cells before it, (T, B, H)."""
     gates = layer.sums().unflatten(2, (4, -1))
     i, f, g, o = gates.unbind(2)
@@ -141,35 +148,22 @@ def _cells(layer: Recurrence, gates: Tensor, cell: Tensor) -> tuple[Tensor, Tens
     return cells.tanh_(), earlier
 
 
-_right: dict[Hashable, bool] = {}  # by sizes: whether gates that were kept are those that are computed
-_SIZES = 1024  # of these, then they are compared anew
 OFF = 1e-4  # between states, or gates, that are the same but for rounding
 
 
 def _kept_gates(layer: Recurrence, cell: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The same from what was kept: the first of these sizes are compared with what is computed, and all with the states
-    that the layer has returned. None where they differ, or nothing was kept."""
+    """The same from what was kept; None if nothing was, or if it does not lead to the states."""
     if layer.kept is None:
         return None
     kept, states = layer.kept
-    key = (*kept.shape[1:], layer.is_reversed)
-    if not _right.get(key, True):
-        return None
     gates = kept.flip(0) if layer.is_reversed else kept.clone(memory_format=torch.contiguous_format)
     cells, earlier = _cells(layer, gates, cell)
-    if not _is_close(gates[:, :, 3] * cells, states):
-        return None
-    if key not in _right:
-        if len(_right) >= _SIZES:
-            _right.clear()
-        computed = _gates(layer, cell)
-        _right[key] = _is_close(gates, computed[0])
-        return computed
-    return gates, cells, earlier
+    return (gates, cells, earlier) if are_close(gates[:, :, 3] * cells, states) else None
 
 
-def _is_close(found: Tensor, wanted: Tensor) -> bool:
-    return bool(torch.sub(found, wanted).abs_().max() <= OFF)  # of NaN: no
+def are_close(found: Tensor, wanted: Tensor) -> bool:
+    """Whether gates or states are the same but for rounding; NaN is the same as nothing."""
+    return bool(torch.sub(found, wanted).abs_().max() <= OFF)
 
 
 def gru(layer: Recurrence, d_states: Tensor, d_last: Tensor | None) -> AtGates:
@@ -190,7 +184,7 @@ def gru(layer: Recurrence, d_states: Tensor, d_last: Tensor | None) -> AtGates:
         inputs.mul_(each)
         states.mul_(each)
         if before is not None:
-            state = torch.addmm(torch.addcmul(before, state, keep), own, layer.weights[1])
+            state = layer.led_back(own, torch.addcmul(before, state, keep))
     return AtGates(of_inputs.flatten(2), flat)
 
 
@@ -201,7 +195,7 @@ def plain(layer: Recurrence, states: Tensor, d_states: Tensor, d_last: Tensor | 
     for (own,), before in zip(layer.backwards(slopes.unbind()), following, strict=True):
         own.mul_(state)
         if before is not None:
-            state = torch.addmm(before, own, layer.weights[1])
+            state = layer.led_back(own, before)
     return slopes
 
 

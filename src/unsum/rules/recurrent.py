@@ -9,11 +9,11 @@ from unsum.factors.outer import Outer
 from unsum.factors.scale import Scale
 from unsum.graph.layout import Regular
 from unsum.kernels import recurrence
+from unsum.kernels.kept_gates import kept_gates
 from unsum.kernels.product import wide
-from unsum.kernels.recurrence import AtGates, Kept, Kind, Recurrence
+from unsum.kernels.recurrence import AtGates, Kind, Recurrence
 from unsum.kernels.recurrent_stack import Stack
 from unsum.rules.registry import Call, rule
-from unsum.seams.operators import onednn_gates
 
 _MODES: tuple[Kind, ...] = ("relu", "tanh", "lstm", "gru")  # by the numbers that torch gives them
 _LSTM = _MODES.index("lstm")
@@ -47,21 +47,13 @@ def _layer(call: Call) -> Recurrence:
     if "layer" not in call.memo:
         dtype = wide(call.delta.dtype)
         of = lambda name: call.saved(name).to(dtype)
-        is_reversed, states = call.saved("reverse"), of("result0")
+        is_reversed, states = call.saved("reverse"), call.saved("result0")
         call.memo["layer"] = Recurrence(
-            of("input"), recurrence.begun(states, of("hx_"), is_reversed=is_reversed),
+            of("input"), recurrence.begun(states.to(dtype), of("hx_"), is_reversed=is_reversed),
             (of("weight0"), of("weight1")), (of("weight2"), of("weight3")) if call.saved("has_biases") else (),
-            is_reversed, _kept(call, states),
+            is_reversed, kept_gates(call.saved("result3"), states, is_reversed=is_reversed),
         )  # fmt: skip
     return call.memo["layer"]  # type: ignore[no-any-return]
-
-
-def _kept(call: Call, states: Tensor) -> Kept | None:
-    """The gates that oneDNN may have kept. In float32 alone: others are less precise than what is computed."""
-    if call.delta.dtype != torch.float32 or not states.numel():
-        return None
-    gates = onednn_gates(call.saved("result3"), *states.shape)
-    return None if gates is None else Kept(gates, states)
 
 
 def _gates(call: Call) -> Tensor | None:

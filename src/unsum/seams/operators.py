@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -23,6 +23,7 @@ __all__ = [
     "is_stand_in",
     "launcher",
     "onednn_gates",
+    "onednn_lstm",
     "onednn_product",
     "python_operator",
     "runs_between_cuda_graphs",
@@ -104,7 +105,7 @@ _LINE, _CRITICAL = 16, 256  # numbers of float32: rows begin with a cache line, 
 def onednn_gates(workspace: Tensor, times: int, batch: int, units: int) -> Tensor | None:
     """(T, B, 4, H): where oneDNN keeps the gates of an LSTM for its backward (input, forget, cell, output), in the
     order in which it went through time; None where that cannot be. oneDNN lays its workspace out so today, and promises
-    it nowhere: whoever reads it looks whether these gates lead to the states that the layer has returned."""
+    it nowhere: whoever reads it has to see that it is so."""
     width = -(-4 * units // _LINE) * _LINE
     width += _LINE if width % _CRITICAL == 0 else 0
     is_read = workspace.dtype == torch.uint8 and workspace.is_contiguous() and not is_stand_in(workspace)
@@ -112,3 +113,23 @@ def onednn_gates(workspace: Tensor, times: int, batch: int, units: int) -> Tenso
         return None
     numbers = workspace[: 4 * times * batch * width].view(torch.float32)
     return numbers.as_strided((times, batch, 4, units), (batch * width, width, units, 1))
+
+
+_rnn: Any = getattr(torch.ops.aten, "mkldnn_rnn_layer", None)
+_LSTM = 2  # among torch's recurrent layers
+
+
+def onednn_lstm(
+    inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], state: Tensor, cell: Tensor,
+    *, is_reversed: bool,
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """The states (T, B, H) of an LSTM, and the workspace that oneDNN leaves for its backward; None where there is no
+    oneDNN."""
+    if _rnn is None:
+        return None
+    units = state.shape[1]
+    with torch.enable_grad():  # or nothing is left
+        states, _, _, workspace = _rnn(
+            inputs, *weights, *biases, state, cell, is_reversed, [], _LSTM, units, 1, True, False, False, True
+        )
+    return None if workspace is None else (states, workspace)
