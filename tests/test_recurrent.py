@@ -298,6 +298,25 @@ def test_gates_that_are_not_where_they_are_looked_for_are_computed(where, dtype,
     compare(g.per_sample(), per_sample_gradients(model, run, x.transpose(0, 1)), 1e-5)
 
 
+@pytest.mark.parametrize("default", ["dtype", "device"])
+def test_where_the_gates_are_is_seen_whatever_new_tensors_are(default):
+    kept_gates_module._are_there.cache_clear()
+    torch.manual_seed(0)
+    rnn = nn.LSTM(D, H)
+    (y, _) = rnn(torch.randn(T, N, D))
+    (node,) = [each for each in nodes_of(y) if "MkldnnRnnLayer" in each.name()]
+    before = torch.get_default_dtype()
+    try:
+        if default == "dtype":
+            torch.set_default_dtype(torch.float64)
+        else:
+            torch.set_default_device("meta")
+        assert kept_gates(node._saved_result3, node._saved_result0, is_reversed=False) is not None
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_default_device(None)
+
+
 def nodes_of(tensor: Tensor) -> set:
     found, waiting = set(), [tensor.grad_fn]
     while waiting:

@@ -29,8 +29,8 @@ def kept_gates(workspace: Tensor, states: Tensor, *, is_reversed: bool) -> Kept 
 @lru_cache(maxsize=1024)
 def _are_there(batch: int, units: int, is_reversed: bool) -> bool:
     """Whether oneDNN keeps the gates of a layer of these sizes where `onednn_gates` looks."""
-    generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
     x, first, cell = draw(_TIMES, batch, _INPUTS), draw(batch, units), draw(batch, units)
     weights, biases = (
         (draw(4 * units, _INPUTS), draw(4 * units, units) / units**0.5),
