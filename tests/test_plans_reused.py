@@ -1,5 +1,6 @@
 """A graph is learnt once and its plan is used again, in batches of other sizes and orders, and is never stale."""
 
+import contextlib
 import gc
 
 import pytest
@@ -274,6 +275,88 @@ def test_memory_is_flat_over_many_steps_of_two_layouts():
             gc.collect()
             live.append(sum(isinstance(o, torch.Tensor) for o in gc.get_objects()))
     assert live[1] <= live[0]
+
+
+COLUMNS = {  # (rows, 8) -> (rows, 6), by rules that take samples apart where they lie along columns or groups
+    "W @ h.T": lambda m, h: (m.w @ h.T).T,
+    "linear(W, h)": lambda m, h: F.linear(m.w, h).T,
+    "addmm": lambda m, h: torch.addmm(m.b[:, None], m.w, h.T).T,
+    "bmm": lambda m, h: torch.bmm(h[None], m.w.T[None])[0],
+    "groups": lambda m, h: torch.bmm(h[None], m.v)[0],
+    "baddbmm": lambda m, h: torch.baddbmm(m.c, h[None], m.v)[0],
+}
+
+
+class Padded(nn.Module):
+    """Only some positions of each sample go through a matrix."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.up, self.how = nn.Linear(6, 8), how
+        self.w, self.b, self.v, self.c = (nn.Parameter(torch.randn(s)) for s in ((6, 8), (6,), (1, 8, 6), (1, 1, 6)))
+
+    def forward(self, x, mask):
+        h = self.up(x).tanh().masked_select(mask[..., None]).view(-1, 8)
+        return torch.zeros_like(x).masked_scatter(mask[..., None], COLUMNS[self.how](self, h))
+
+
+def padded_step(model, step):
+    """The batch, and its per-sample gradients: from the third step on some positions are padding."""
+    x, mask = torch.randn(3, 12, 6, dtype=torch.float64), torch.ones(3, 12, dtype=torch.bool)
+    if step >= 2:
+        mask = torch.rand(3, 12) < 0.5
+    return x, mask, per_sample_gradients(model, lambda m, x, mask: m(x, mask).square().sum(), x, mask)
+
+
+@pytest.mark.parametrize("how", COLUMNS)
+def test_a_rule_that_does_not_speak_for_where_samples_lie_now(how, learnt):
+    torch.manual_seed(0)
+    model = Padded(how).double()
+    for step in range(6):
+        x, mask, truth = padded_step(model, step)
+        model.zero_grad()
+        with unsum.gradients(model, unsum.Norms()) as g:
+            model(x, mask).square().sum().backward()
+        norms = sum(each.flatten(1).square().sum(1) for each in truth.values())
+        torch.testing.assert_close(g[unsum.Norms].sq_norms(), norms)
+        for name, each in truth.items():
+            if each.any():
+                torch.testing.assert_close(model.get_parameter(name).grad, each.sum(0))
+        clip = unsum.WeightedSum(lambda norms: 1 / norms)
+        with unsum.gradients(model, clip, grad=False):
+            model(x, mask).square().sum().backward()
+        for name, value in clip.sum().items():
+            torch.testing.assert_close(value, torch.einsum("n...,n->...", truth[name], norms.rsqrt()))
+    assert len(learnt) <= 3  # judged again where samples lay in another way, and then no more
+
+
+def test_a_rule_that_brings_nothing_is_an_error(monkeypatch):
+    """A planted fault: it is not asked whether rules speak for where samples lie now."""
+    monkeypatch.setattr(structure, "_refuse_other_ways", lambda *given: None)
+    torch.manual_seed(0)
+    model = Padded("W @ h.T").double()
+    for step in range(3):
+        x, mask, _ = padded_step(model, step)
+        with contextlib.nullcontext() if step < 2 else pytest.raises(UnsupportedError, match="lost"):
+            with unsum.gradients(model, unsum.Norms()):
+                model(x, mask).square().sum().backward()
+
+
+@pytest.mark.parametrize("params", ["2.*", "*"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_the_dimension_of_the_samples_is_that_of_the_block(compiled, params):
+    """Both dimensions have as many rows, and nothing that a chosen layer has saved is a row of the input."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    called = torch.compile(model, backend="aot_eager") if compiled else model
+    for k in (1, 1, 1, 1, 0, None, 0, 1, 0):
+        x, options = torch.randn(4, 4, 4, dtype=torch.float64), {} if k is None else {"samples": unsum.dim(k)}
+        truth = per_sample_gradients(model, scalar, x.transpose(0, k or 0))
+        with unsum.gradients(called, unsum.Norms(), params=params, **options) as g:
+            scalar(called, x).backward()
+        chosen = [each for name, each in truth.items() if params == "*" or name.startswith("2.")]
+        torch.testing.assert_close(g[unsum.Norms].sq_norms(), sum(e.flatten(1).square().sum(1) for e in chosen))
 
 
 @pytest.mark.parametrize("part", ["along another dimension", "every second row"])

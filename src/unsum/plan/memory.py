@@ -36,6 +36,7 @@ class Structure:
     sized: OrderedDict[Hashable, Plan] = field(default_factory=OrderedDict)
     frames: list[Frame] = field(default_factory=list)  # the last one first
     made: int = 0  # frames in which no graph has come since
+    is_outgrown: bool = False  # whether samples lie in a way now for which a rule of the plan does not speak
 
     def keep(self, sizes: Hashable, plan: Plan) -> None:
         """The plan for these sizes; the oldest go."""

@@ -126,6 +126,11 @@ def starts_of(plan: Plan, nodes: Sequence[Node], known: Mapping[Edge, Layout], n
     return found
 
 
+class RuleFails(Exception):
+    """A rule says nothing of the way in which samples lie now, or what it makes does not come to its parameter: the
+    structure has to be judged anew."""
+
+
 def derived(
     plan: Plan,
     judged: Judged,
@@ -140,7 +145,8 @@ def derived(
 ) -> Plan | None:
     """The plan for a graph of this structure; None if it does not follow, and the graph must be judged itself. Where a
     plan for the `same_sizes` is at hand, or for sizes that differ only in rows that indices move (`in_frame`), only
-    what indices and values decide is found anew. `shown`: the nodes that have saved rows of inputs."""
+    what indices and values decide is found anew. `shown`: the nodes that have saved rows of inputs. Raises RuleFails
+    where that is so."""
     if same_sizes is not None and same_sizes.followed is not None and judged.trail is not None:
         moved = _moved(same_sizes, judged.trail, judged, nodes, n, rows, shown)
         if moved is None or _lie_alike(same_sizes.owned, moved.owned):
@@ -156,8 +162,9 @@ def derived(
     if len(owned) < len(plan.owned) or not agree(shown, owned, nodes, rows):
         return None
     routes = _fitted(_led(plan, nodes, names), owned, nodes, n)
-    if routes is None or not _reach(plan, routes, nodes):
-        return None
+    if not _reach(plan, routes, nodes):
+        raise RuleFails
+    _refuse_other_ways(plan, routes, nodes)
     if same_sizes is not None and _lie_alike(same_sizes.owned, owned):
         return replace(
             same_sizes, owned=owned, routes=routes, has_doubts=has_doubts(owned), layouts=tuple(starts.values())
@@ -197,7 +204,7 @@ def _moved(
     moved = {place: owners for place, owners in found.items() if place in plan.owned}
     owned = plan.owned | moved
     routes = _fitted({place: plan.routes[place] for place in moved if place in plan.routes}, moved, nodes, n)
-    if routes is None or not agree(shown, owned, nodes, rows):
+    if not agree(shown, owned, nodes, rows):
         return None
     return replace(plan, owned=owned, routes=plan.routes | routes, has_doubts=has_doubts(owned))
 
@@ -207,7 +214,11 @@ def _serves(plan: Plan, moved: Plan, nodes: Sequence[Node]) -> bool:
     does not: there samples follow each other in blocks."""
     others = {place: owners for place, owners in moved.owned.items() if owners is not plan.owned[place]}
     known = {place: plan.owned[place] for place in others if place in plan.ruled or place in moved.ruled}
-    return _lie_alike(known, others) and _reach(plan, {place: moved.routes.get(place, ()) for place in others}, nodes)
+    routes = {place: moved.routes[place] for place in others if place in moved.routes}
+    if not _lie_alike(known, others) or not _reach(plan, routes, nodes):
+        return False
+    _refuse_other_ways(plan, routes, nodes)
+    return True
 
 
 def _lie_alike(before: Mapping[int, Owners], now: Mapping[int, Owners]) -> bool:
@@ -290,6 +301,22 @@ def _reach(plan: Plan, routes: Mapping[int, Sequence[Route]], nodes: Sequence[No
     return True
 
 
+def _refuse_other_ways(plan: Plan, routes: Mapping[int, Sequence[Route]], nodes: Sequence[Node]) -> None:
+    """Raise where samples lie in another way than in the plan, and a rule does not speak for that: torch does not
+    compute the gradients that rules were to bring."""
+    for place, there in routes.items():
+        if all(_kind(route.by.layout) == _kind(was.by.layout) for route, was in zip(there, plan.routes[place])):  # noqa: B905
+            continue
+        memo: dict[Any, Any] = {}
+        for route in there:
+            if 0 not in outputs_of(nodes[place])[0].shape and _without_numbers(route, nodes[place], memo) is None:
+                raise RuleFails
+
+
+def _kind(layout: Layout) -> Hashable:
+    return layout.dim if isinstance(layout, Regular) else (layout.map.dim(), layout.is_whole, layout.held is None)
+
+
 def _without_numbers(route: Route, node: Node, memo: dict[Any, Any]) -> Term | None:
     """What the rule makes of a gradient of zeros."""
     meta, *others = outputs_of(node)
@@ -299,14 +326,14 @@ def _without_numbers(route: Route, node: Node, memo: dict[Any, Any]) -> Term | N
 
 def _fitted(
     routes: Mapping[int, Sequence[Route]], owned: Mapping[int, Owners], nodes: Sequence[Node], n: int
-) -> dict[int, tuple[Route, ...]] | None:
-    """The same routes for other sizes; None if a rule does not hold there."""
+) -> dict[int, tuple[Route, ...]]:
+    """The same routes for other sizes. Raises RuleFails where a rule does not hold."""
     found: dict[int, tuple[Route, ...]] = {}
     for place, there in routes.items():
         fitted = [_route(route, nodes[place], owned[place][0], n) for route in there]
         found[place] = tuple(route for route in fitted if route is not None)
         if len(found[place]) < len(fitted):
-            return None
+            raise RuleFails
     return found
 
 

@@ -111,7 +111,7 @@ class Forward:
             return Look(None, (), None, None)
         begun = self._begun(name, list(leaves((args, kwargs))))
         n = begun.ways[0].n if len(begun.ways) == 1 else None
-        return Look((self._samples.k, begun.rest[-1]), begun.sizes, n, begun.positions)
+        return Look((self._samples.k, self._samples.is_said, begun.rest[-1]), begun.sizes, n, begun.positions)
 
     def passed(self, outputs: Sequence[Tensor], n: int, positions: int | None) -> int:
         """A call that was not followed has returned these tensors, which have n samples each. Returns its number."""

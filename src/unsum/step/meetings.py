@@ -227,6 +227,7 @@ class Run:
         node, owners = self._nodes[place], self.plan.owned[place]
         origins = {Meeting(node.name(), self.plan.modules[place], place, "replay"): None}
         split = Split(node, self.plan.modules[place], edges) if is_custom(node) else None
+        ruled = {route.edge for route in self.plan.routes.get(place, ())}.intersection(edges)
         for sample in (*range(self.plan.n), NOBODY):
             part = [
                 None if g is None or layout is None else layout.only(g, sample)
@@ -236,6 +237,8 @@ class Run:
                 results = self._hand_on(node, sample if sample != NOBODY else SHARED, part, origins, edges)
                 if split is not None:
                     split.add(results)
+                if any(results[edge] is None for edge in ruled):  # torch was told that a rule would bring it
+                    self._to.lost(node.name())
         if split is not None and place not in self.plan.hidden:
             self.sums.add(split, grads)
 

@@ -23,7 +23,7 @@ from unsum.learn.state import buffers_aside
 from unsum.plan.memory import Structure, forget_structure, recall, remember, watch_again
 from unsum.plan.plan import Plan
 from unsum.plan.signature import Sizes, Survey
-from unsum.plan.structure import Judged, agree, derived, starts_of
+from unsum.plan.structure import Judged, RuleFails, agree, derived, starts_of
 from unsum.seams.modes import without_functions
 from unsum.seams.sharding import on_any_rank, whole
 from unsum.step.forward import Forward
@@ -102,6 +102,8 @@ class Planner:
             forward.inputs.refuse_other_dimensions(plan.owned, nodes, n)
         if judged is not None and not judged.constants.are_the_models(nodes, setting):
             forward.watching.always(made)
+        if structure is not None and structure.is_outgrown:
+            structure = None
         is_new = judged is not None and setting.rules and (structure is None or structure.is_blind)
         if judged is not None and setting.rules:
             order = tuple(seen.at[node] for node in nodes)
@@ -148,9 +150,13 @@ class Planner:
 
     def _key(self, call: seams.Backward, seen: Survey, known: Mapping[Edge, Layout], n: int) -> Hashable:
         """What a structure is remembered by. One sample is a case of its own: then all data is its."""
-        cut = tuple([(seen.at[node], output, isinstance(owners, Regular)) for (node, output), owners in known.items()])
+        cut = tuple([
+            (seen.at[node], output, owners.dim if isinstance(owners, Regular) else None)
+            for (node, output), owners in known.items()
+        ])  # fmt: skip
         roots = tuple([(seen.at.get(node), output) for node, output in map(place, call.roots)])
-        return seen.signature[0], seen.names, cut, roots, self._setting.exact, n == 1, self._forward.is_marked
+        how = self._setting.exact, self._setting.is_said, self._forward.is_marked
+        return seen.signature[0], seen.names, cut, roots, n == 1, *how
 
     def _derive(
         self,
@@ -175,7 +181,12 @@ class Planner:
         # Ranks may meet new sizes at different times: only where values are asked are whole parameters gathered.
         by_values = bool(judged.silent)
         with self.learning(gathers=by_values) if by_values or self._saved.is_needed else contextlib.nullcontext():
-            found = derived(structure.plan, judged, nodes, starts, n, self._setting.names, rows, plan, in_frame, shown)
+            try:
+                names = self._setting.names
+                found = derived(structure.plan, judged, nodes, starts, n, names, rows, plan, in_frame, shown)
+            except RuleFails:
+                structure.is_outgrown = True
+                return None
         if found is None or (in_frame is not None and found.followed is in_frame.followed):
             return found
         structure.keep(sizes, found)
