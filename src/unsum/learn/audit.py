@@ -15,7 +15,7 @@ from unsum.factors.outer import Outer
 from unsum.factors.scale import Scale
 from unsum.factors.total import Term
 from unsum.factors.windows import Windows
-from unsum.graph.layout import Layout
+from unsum.graph.layout import Layout, Regular
 from unsum.graph.nodes import Node, below, is_leaf
 from unsum.graph.owners import Owners
 from unsum.graph.replay import Grads, replay
@@ -46,13 +46,14 @@ class Audit:
         layout, *others = owners
         if layout is None or outputs_of(node)[0].dtype.is_complex:
             return []
-        is_one = all(owner is None for owner in others)
+        known = [owner for owner in others if owner is not None]
+        is_one, are_alike = not known, self._n == 1 or all(_in_one_order(layout, owner) for owner in known)
         delta = outputs_of(node)[0].dtype
         return [
             (edge, rule, child, output)
             for edge, child, output in below(node)
             if (rule := find(node, edge)) is not None
-            and (is_one or rule.several)
+            and (is_one or (rule.several and are_alike))
             and (is_leaf(child) or not self._is_data(child))
             # torch's own rounding, number by number, is what a test in float64 asks for
             and (delta == torch.float64 or _leaf_dtype(child) != torch.float64)
@@ -107,6 +108,11 @@ class Audit:
                 write="with unsum.gradients(model) as g: ...  # without strict=True, its backward runs for each sample",
             )
         warnings.warn(f"{text}: the node is called again for each sample instead", stacklevel=2)
+
+
+def _in_one_order(one: Layout, other: Layout) -> bool:
+    """Whether the samples of two results follow each other in the same order, along whatever dimension."""
+    return isinstance(one, Regular) and isinstance(other, Regular) and one.block == other.block
 
 
 def _without_cancelling(node: Node, grads: Grads, edge: int) -> float:

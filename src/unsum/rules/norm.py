@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -72,7 +74,7 @@ def group_norm_scale(call: Call) -> Scale:
     x, mean, rstd = (call.take(call.saved(name)) for name in ("input", "result1", "result2"))
 
     def normalised() -> Tensor:
-        grouped = x.reshape(*mean.shape, -1)
+        grouped = x.reshape(*mean.shape, prod(x.shape[2:]) // mean.shape[2])
         return ((grouped - mean[..., None]) * rstd[..., None]).view(x.shape).to(x.dtype)
 
     return Scale(call.take(call.delta), normalised, call.shape, over=_channels(call))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from unsum import samples as sample_maps
 from unsum import seams
 from unsum.gathered import Gradients
-from unsum.graph.nodes import Node
+from unsum.graph.nodes import Node, is_leaf
 from unsum.learn.additive import Sums
 from unsum.learn.setting import Setting
 from unsum.plan.plan import Plan
@@ -111,6 +111,13 @@ class Step:
     def n(self) -> int:
         """How many samples there are."""
         return self.planned.plan.n
+
+    @property
+    def leaves(self) -> set[int]:
+        """The ids of the tensors to which torch brings gradients by itself, if only zeros."""
+        if self._call.inputs:
+            return set(map(id, self._call.inputs))
+        return {id(node.variable) for node in self.planned.nodes if is_leaf(node)}
 
     @property
     def nobodys(self) -> dict[str, Tensor]:

@@ -168,7 +168,10 @@ class ClipBlock(GradientsBlock):
             sums = {name: value / unscale for name, value in sums.items()}
         elif unscale is not None:
             nobodys = {name: value * unscale for name, value in nobodys.items()}
-        reached = {name: value for name, value in sums.items() if name not in self.reducer.unreached}
+        away = set(self.reducer.unreached)
+        if isinstance(step, Step):  # where no row came to an expert, torch stores zeros
+            away.difference_update(map(self._given.by_id.get, step.leaves))
+        reached = {name: value for name, value in sums.items() if name not in away}
         for name, value in nobodys.items():
             reached[name] = reached[name] + value.to(reached[name].device) if name in reached else value
         parameters = self._given.parameters

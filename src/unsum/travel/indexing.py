@@ -207,7 +207,7 @@ def _are_rows(given: Sequence[Tensor], indices: Indices) -> bool:
 def _held(at: At, flat: Tensor, total: int) -> Tensor | None:
     """(n, t): the rows of each sample, where rows only change places and all samples have as many."""
     layout = at.layout
-    if len(flat) != total:
+    if len(flat) != total or not total:
         return None
     if isinstance(layout, Regular):
         return flat.unflatten(0, (-1, layout.n, layout.block)).movedim(1, 0).flatten(1) if layout.dim == 0 else None

@@ -8,7 +8,7 @@ from torch import Tensor
 from unsum.graph.layout import UNSEEN, Layout, Mapped, Regular
 from unsum.graph.nodes import is_leaf, signed
 from unsum.seams.nodes import outputs_of
-from unsum.travel.table import MIXED, SILENT, Answer, At, travels
+from unsum.travel.table import MIXED, SILENT, Answer, At, of_each, travels
 
 
 @travels("Slice")
@@ -31,21 +31,30 @@ def _placed(rows: Tensor, places: range, size: int) -> Tensor:
     return whole
 
 
-@travels("Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Chunk")
+@travels("Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Chunk", together=True)
 def split(at: At) -> Layout | Answer:
     """Pieces along a dimension."""
     (dim,) = at.dims()
-    if dim not in at.varies:
-        return at.same()
-    metas = outputs_of(at.node)
+    if dim not in at.varies and not any(isinstance(out, Mapped) and not out.map.dim() for out in at.outs):
+        return of_each(at, At.same, at.same())
     parts: list[Tensor] = []
-    for out, meta in zip(at.outs, metas, strict=True):
-        own = None if out is None else at.rows(out)
-        if out is not None and (own is None or own[0] != dim):
+    for out, meta in zip(at.outs, outputs_of(at.node), strict=True):
+        own = _along(at, out, dim, meta.shape[dim])
+        if own is None:
             return SILENT
-        parts.append(torch.full((meta.shape[dim],), UNSEEN, dtype=torch.int32) if own is None else own[1])
+        parts.append(own)
     device = parts[0].device if len({part.device for part in parts}) == 1 else torch.device("cpu")
     return at.by_rows(torch.cat([part.to(device) for part in parts]), dim)
+
+
+def _along(at: At, out: Layout | None, dim: int, size: int) -> Tensor | None:
+    """The owners of a result along a dimension of this size; None if they are not the same along all others."""
+    if out is None:
+        return torch.full((size,), UNSEEN, dtype=torch.int32)
+    if isinstance(out, Mapped) and not out.map.dim():  # all of it is one sample's
+        return out.map.expand(size)
+    own = at.rows(out)
+    return own[1] if own is not None and own[0] == dim else None
 
 
 @travels("Cat")

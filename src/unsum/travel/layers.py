@@ -74,7 +74,7 @@ def batch_norm(at: At) -> Layout | Answer:
     return MIXED if at.edge or trains else at.same()
 
 
-@travels("CudnnRnn MkldnnRnnLayer")
+@travels("CudnnRnn MkldnnRnnLayer", together=True)
 def recurrent(at: At) -> Layout | Answer:
     """Sequences are (time, batch, features), of cuDNN also with the batch first; states end in (batch, features). Along
     time samples meet, and so they do at the weights."""
@@ -82,7 +82,7 @@ def recurrent(at: At) -> Layout | Answer:
     if any(out is not None and len(out.shape) < 3 for out in at.outs[:1]):
         return SILENT  # sequences of unequal lengths, packed
     batch = 0 if is_cudnn and at.saved("batch_first") else 1
-    of, alone = None, None
+    of, alone, known = None, None, None
     for k, out in enumerate(at.outs):
         if out is None:
             continue
@@ -94,7 +94,9 @@ def recurrent(at: At) -> Layout | Answer:
             alone = _owner(rows[1]) if out.shape[wanted] == 1 else None  # a batch of one sample
             if alone is None:
                 return MIXED
-        of = out if of is None else of
+        if known is not None and not at.journey.agree(known, rows[1]):
+            return SILENT  # sequences of some samples, and states of others
+        of, known = (out, rows[1]) if of is None else (of, known)
     is_state = len(at.arg) == 3 if is_cudnn else at.edge > 4  # behind the input and four weights
     if at.edge and not is_state:
         return MIXED

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from unsum.graph.layout import UNSEEN, Layout, Mapped, Regular
-from unsum.travel.table import SILENT, Answer, At, travels
+from unsum.travel.table import SILENT, Answer, At, of_each, travels
 
 
 @travels(
@@ -49,13 +49,13 @@ def within(at: At) -> Layout | Answer:
     return at.same_if(not set(at.dims()) & set(at.varies))
 
 
-@travels("Select Unbind")
+@travels("Select Unbind", together=True)
 def select(at: At) -> Layout | Answer:
     """The argument has one dimension more. All of its slices along it lie alike, unless each is one sample's."""
     (dim,) = at.dims(rank=len(at.arg))
     if at.kind == "Unbind" and any(isinstance(out, Mapped) for out in at.outs):
         return _unbound(at, dim)
-    return _with_dims(at, {dim})
+    return of_each(at, lambda at: _with_dims(at, {dim}), _with_dims(at, {dim}))
 
 
 def _unbound(at: At, dim: int) -> Layout | Answer:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from unsum.graph.layout import Layout, Mapped, Regular, along, merged
+from unsum.graph.layout import UNSEEN, Layout, Mapped, Regular, along, merged
 from unsum.graph.nodes import Node, is_custom, signed
 from unsum.graph.rounded import rounding_of
 from unsum.seams.nodes import saved_of
@@ -57,6 +57,18 @@ class Journey:
         if known is None:
             return layout
         return merged(known, layout, self.n, None if self.expected is None else self.holds)
+
+    def agree(self, one: Tensor, other: Tensor) -> bool:
+        """Whether owners along one dimension are the same, where both are seen."""
+        if one is other or one.shape != other.shape:
+            return True
+        device = one.device if one.device.type != "cpu" else other.device
+        one, other = one.to(device), other.to(device)
+        clear = ((one == other) | (one == UNSEEN) | (other == UNSEEN)).all()
+        if self.expected is None or device.type == "cpu":
+            return bool(clear)
+        self.holds.append(clear)
+        return True
 
 
 class At:
@@ -135,13 +147,17 @@ Travel = Callable[[At], "Layout | Answer"]
 
 TABLE: dict[str, Travel] = {}
 PREFIXES: dict[str, Travel] = {}  # of kinds that have many variants
+TOGETHER: set[Travel] = set()  # functions that look at all results of a node
 _kinds: dict[str, tuple[str, Travel | None]] = {}  # by the name of a node
 
 
-def travels(kinds: str, *, prefixes: str = "") -> Callable[[Travel], Travel]:
-    """Say how samples travel at these kinds of nodes, named as the graph names them without "Backward0"."""
+def travels(kinds: str, *, prefixes: str = "", together: bool = False) -> Callable[[Travel], Travel]:
+    """Say how samples travel at these kinds of nodes, named as the graph names them without "Backward0". `together`:
+    the function looks at all results of the node; others are asked for each result."""
 
     def register(travel: Travel) -> Travel:
+        if together:
+            TOGETHER.add(travel)
         TABLE.update(dict.fromkeys(kinds.split(), travel))
         PREFIXES.update(dict.fromkeys(prefixes.split(), travel))
         _kinds.clear()
@@ -157,6 +173,37 @@ def entry(name: str) -> tuple[str, Travel | None]:
         found = TABLE.get(kind) or next((PREFIXES[p] for p in PREFIXES if kind.startswith(p)), None)
         _kinds[name] = kind, found
     return _kinds[name]
+
+
+def ask(at: At, travel: Travel) -> Layout | Answer:
+    """What a function of the table says of an argument; where the results of the node have their samples in different
+    places, of each of them, which must not contradict each other."""
+    answer = travel(at)
+    return answer if len(at.outs) == 1 or travel in TOGETHER else of_each(at, travel, answer)
+
+
+def of_each(at: At, travel: Travel, answer: Layout | Answer) -> Layout | Answer:
+    """The same for a node with several results, of one of which this is the answer."""
+    first = at.layout
+    for out in at.outs:
+        if out is None or out is first or _are_alike(out, first):
+            continue
+        at.layout, at.shape = out, out.shape
+        other = travel(at)
+        at.layout, at.shape = first, first.shape
+        if isinstance(answer, Answer) or isinstance(other, Answer):
+            return answer if answer is other else SILENT
+        joined = at.journey.joined(answer, other)
+        if joined is None:
+            return SILENT
+        answer = joined
+    return answer
+
+
+def _are_alike(one: Layout, other: Layout) -> bool:
+    if isinstance(one, Regular):
+        return isinstance(other, Regular) and (one.n, one.dim, one.block) == (other.n, other.dim, other.block)
+    return isinstance(other, Mapped) and one.map is other.map
 
 
 def start(node: Node, outs: Sequence[Layout | None], journey: Journey) -> At | None:
@@ -183,6 +230,6 @@ def down(at: At, edge: int, shape: Shape) -> Layout | Answer:
         return SILENT
     at.edge, at.arg = edge, shape
     try:
-        return travel(at)
+        return ask(at, travel)
     except (AttributeError, IndexError):  # another version of torch saves something else
         return SILENT

@@ -18,7 +18,7 @@ from unsum.graph.owners import Owners
 from unsum.seams.nodes import outputs_of
 from unsum.travel.elementwise import elementwise
 from unsum.travel.products import mm
-from unsum.travel.table import Answer, At, Journey, Travel, down, entry
+from unsum.travel.table import Answer, At, Journey, Travel, ask, down, entry
 from unsum.travel.walk import INDEXED, Walked, filled, may_mix, mixes, with_states
 
 
@@ -38,7 +38,7 @@ class Leg(NamedTuple):
         if self.is_custom or (isinstance(at.layout, Mapped) and not at.layout.map.dim()):
             return down(at, edge, shape)
         at.edge, at.arg = edge, shape
-        return self.travel(at)
+        return ask(at, self.travel)
 
 
 class Followed:
