@@ -40,10 +40,11 @@ class Nested(nn.Module):
 
     def forward(self, x, chosen):
         def expert(k, h):
+            found = []
             for j in range(2):
                 where = ((h[:, 0] > 0).long() == j).nonzero()[:, 0]
-                h = h + taken_by(h, where, lambda rows, j=j: self.inner[2 * k + j](rows).tanh())
-            return h
+                found.append(taken_by(h, where, lambda rows, j=j: self.inner[2 * k + j](rows).tanh()))
+            return sum(found)
 
         rows, chosen = self.first(x).flatten(0, 1), chosen.flatten() % 2
         found = [taken_by(rows, (chosen == k).nonzero()[:, 0], lambda h, k=k: expert(k, h)) for k in range(2)]
@@ -108,3 +109,17 @@ def test_clipping_stores_zeros_where_torch_does(name):
             assert (found is None) == (wanted.grad is None), parameter
             if found is not None:
                 torch.testing.assert_close(found, wanted.grad)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_experts_inside_experts_in_many_batches(seed):
+    torch.manual_seed(seed)
+    model = Nested().double()
+    for _ in range(8):
+        chosen = torch.randint(2, (1, 1) if torch.rand(()) < 0.5 else (2, 4)).expand(2, 4)
+        x = torch.randn(2, 4, D, dtype=torch.float64)
+        truth = each_of(model, losses_of(model, x, chosen).unbind())
+        with unsum.gradients(model, unsum.Norms()) as g:
+            losses_of(model, x, chosen).sum().backward()
+        squares = sum(each.flatten(1).square().sum(1) for each in truth.values())
+        torch.testing.assert_close(g[unsum.Norms].sq_norms(), squares)
