@@ -111,7 +111,7 @@ def test_clipping_stores_zeros_where_torch_does(name):
                 torch.testing.assert_close(found, wanted.grad)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(4), 42, 47, 49, 56])  # some of which begin with all rows at one expert
 def test_experts_inside_experts_in_many_batches(seed):
     torch.manual_seed(seed)
     model = Nested().double()
