@@ -253,3 +253,23 @@ def test_backwards_that_are_refused_in_eager_models_are_refused_in_compiled_ones
                 torch.autograd.grad(out, list(model.parameters()), torch.eye(5).double(), is_grads_batched=True)
     assert norms.samples() == 0 and all(p.grad is None for p in model.parameters())
     assert len(compiled_calls) == 2
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["of two outputs", "of one output"])
+def test_two_losses_with_a_backward_each(same, compiled_calls, caplog):
+    """What leaves a compiled model is that of one loss: of two outputs it runs eagerly, in every step."""
+    torch.manual_seed(0)
+    model = TwoHeads().double()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for step in range(5):
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        both = lambda m, x: m(x)[0].square().sum() + m(x)[0 if same else 1].sin().sum()
+        wanted = per_sample_gradients(model, both, x)
+        with unsum.gradients(compiled, sums := unsum.WeightedSum(torch.ones(5)), grad=False):
+            outputs = compiled(x)
+            outputs[0].square().sum().backward(retain_graph=True)
+            outputs[0 if same else 1].sin().sum().backward()
+        for name, each in wanted.items():
+            torch.testing.assert_close(sums.sum()[name], each.sum(0))
+    assert bool(compiled_calls) == same
+    assert same or "have a backward each" in messages(caplog)

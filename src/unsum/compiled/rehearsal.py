@@ -5,7 +5,7 @@ graph or in parts, runs eagerly and is learnt."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from unsum.learn.state import State
 from unsum.nested import leaves
 from unsum.plan.plan import Plan
 from unsum.seams.compiling import is_compiled_graph, is_graph_break, is_too_often
+from unsum.seams.nodes import number_of
 from unsum.seams.tensors import version_of
 from unsum.step.forward import Forward
 
@@ -49,14 +50,15 @@ class Rehearsals:
         self._model, self._forward = model, forward
         self._names = names  # of parameters, by id
         self._candidate: _Candidate | None = None
+        self._taught: tuple[Hashable, frozenset[tuple[int, int]]] | None = None  # the last one, and where it was cut
 
     def expect(self, key: Key, module: nn.Module) -> None:
         """A call like this one is about to run eagerly."""
-        self._candidate = _Candidate(key, module)
+        self._candidate, self._taught = _Candidate(key, module), None
 
     def drop(self) -> None:
         """The last call is of no interest."""
-        self._candidate = None
+        self._candidate = self._taught = None
 
     def run(self, name: str, inner: nn.Module, args: Any, kwargs: Any, refuse_parts: Callable[[], None]) -> Any:
         """Run what torch takes down of the model, node by node."""
@@ -111,9 +113,12 @@ class Rehearsals:
     def learn(self, plan: Plan, nodes: Sequence[Node]) -> None:
         """An eager call has a plan: later ones may run compiled."""
         candidate, self._candidate = self._candidate, None
+        cut = frozenset((number_of(nodes[at]), output) for at, output in plan.cut)
         if candidate is None or candidate.made is None:
+            self._refuse_another(cut)
             return
         key, memory = candidate.key, memory_of(self._model)
+        self._taught = key.rest, cut
         try:
             if candidate.runs is not None:
                 memory.learnt(key, course(plan, nodes, candidate.runs, *candidate.made, self._names))
@@ -129,6 +134,12 @@ class Rehearsals:
         except Untappable as error:
             memory.refused[key.rest] = str(error)
             log.info("unsum: the compiled model runs eagerly in this block: %s", error)
+
+    def _refuse_another(self, cut: frozenset[tuple[int, int]]) -> None:
+        """A call has another backward, perhaps from other outputs: what leaves a compiled model is that of one loss."""
+        if self._taught is not None and self._taught[1] != cut:
+            memory_of(self._model).refused[self._taught[0]] = why = "losses of several outputs have a backward each"
+            log.info("unsum: the compiled model runs eagerly in this block: %s", why)
 
     def forget(self) -> None:
         """An eager call has no plan. If it was a rehearsal of parts, between which nothing is watched, that may be why:
