@@ -43,16 +43,30 @@ def view(at: At) -> Layout | Answer:
     return reshaped(at.layout, at.arg, at.journey.n) if prod(at.shape) == prod(at.arg) else SILENT
 
 
+_PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution")  # whose results have their first dimension outermost
+
+
 @travels("AsStrided")
 def as_strided(at: At) -> Layout | Answer:
-    """A view that torch has made anew after a change in place: of the same numbers in the same places. Others are
-    asked."""
-    shape, strides = at.arg, tuple(signed(stride) for stride in at.saved("stride"))
-    usual = [tuple(prod(shape[k + 1 :]) for k in range(len(shape)))]
-    if len(shape) > 3:  # channels last
-        inner = tuple(prod(shape[k + 1 :]) * shape[1] for k in range(2, len(shape)))
-        usual.append((prod(shape[1:]), 1, *inner))
-    return at.same_if(at.shape == shape and strides in usual)
+    """A view that torch has made anew after a change in place, of all numbers of a layer's result. If samples follow
+    each other in memory, they do in both, however the rest is arranged. Others are asked: how an argument lies in
+    memory is written nowhere."""
+    layout, strides = at.layout, tuple(signed(stride) for stride in at.saved("stride"))
+    if not isinstance(layout, Regular) or layout.dim or layout.n * layout.block != at.shape[0] or not at.arg:
+        return SILENT
+    if not _is_changed_product(at) or strides[0] != prod(at.shape[1:]) or prod(at.shape) != prod(at.arg):
+        return SILENT
+    found = reshaped(layout, at.arg, at.journey.n)
+    return found if isinstance(found, Regular) and not found.dim and not signed(at.saved("storage_offset")) else SILENT
+
+
+def _is_changed_product(at: At) -> bool:
+    """Whether the argument is what a layer has returned, changed in place."""
+    below = at.node.next_functions[at.edge][0]
+    was_changed = False
+    while below is not None and below.name().endswith("CopySlices"):
+        was_changed, below = True, below.next_functions[0][0]
+    return was_changed and below is not None and below.name().removesuffix("Backward0") in _PRODUCTS
 
 
 @travels("ViewAsReal ViewAsComplex")
