@@ -102,12 +102,18 @@ def agreeing(cut: Cut, n: int, setting: Setting) -> Cut:
     if lists:
         raise in_a_list(n)
     shown = _shown.get(setting.model) if setting.sides.is_blind else None
-    if shown is not None and not shown.by_copies and not setting.is_said:
+    if shown is not None and not shown.by_copies:
         raise moved_unseen()
     if len(tried) > 1 and not setting.is_said and (shown is None or _dims_of(tried[0]) not in shown.dims):
         raise coincide(next(layout.shape for layout, others in zip(cut.starts.values(), choices, strict=True)
                             if len(others) > 1), n)  # fmt: skip
     return cut
+
+
+def refuse_contradiction(walked: Walked, setting: Setting) -> None:
+    """Raise where rows of inputs contradict a walk: one in which values have corrected the table, say."""
+    if _agrees(walked, setting) is False:
+        raise other_rows()
 
 
 def _agrees(walked: Walked, setting: Setting) -> bool | None:

@@ -17,7 +17,14 @@ from unsum.graph.rounded import rounding_of, rounding_of_sums
 from unsum.learn.additive import refuse_nonlinear
 from unsum.learn.audit import Audit
 from unsum.learn.cut import Cut, find_cut, is_penalty, parameters_met_outside
-from unsum.learn.evidence import agreeing, contradicts, refuse_other_rows, walk_by_evidence, with_rows
+from unsum.learn.evidence import (
+    agreeing,
+    contradicts,
+    refuse_contradiction,
+    refuse_other_rows,
+    walk_by_evidence,
+    with_rows,
+)
 from unsum.learn.refusals import interaction, met_outside, one_scale, unknown_samples
 from unsum.learn.routes import routes, rule_routes
 from unsum.learn.setting import Setting
@@ -105,6 +112,8 @@ def _judged(cut: Cut, n: int, setting: Setting, *, marked: bool) -> tuple[Cut, W
                     audit.add(node, owners, given, sent, claims)
         wrong = claims.contradicted()
         if not wrong:
+            if silent and not marked and n > 1:
+                refuse_contradiction(walked, setting)
             if audit is not None:
                 audit.finish(walked.owners)
             if not alone:

@@ -79,8 +79,9 @@ def index_put(at: At) -> Layout | Answer:
         return at.same()
     indices = _expanded(at.saved("indices"))
     given = [k for k, each in enumerate(indices) if each is not None]
-    if given != list(range(len(given))):
-        return at.same_if(bool(given) and all(d < given[0] for d in at.varies) and len(at.arg) == len(at.shape))
+    if given != list(range(len(given))):  # where others lie between the indices, these come first in the values
+        is_block = bool(given) and given == list(range(given[0], given[-1] + 1))
+        return at.same_if(is_block and all(d < given[0] for d in at.varies) and len(at.arg) == len(at.shape))
     lead = len(given)
     broad = torch.broadcast_tensors(*[each for each in indices if each is not None])
     if at.arg != (*broad[0].shape, *at.shape[lead:]) or any(d >= lead for d in at.varies):

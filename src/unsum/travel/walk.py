@@ -125,7 +125,8 @@ def mixes(node: Node, outs: Owners, journey: Journey) -> bool:
         given, at = saved_or(node, "input", None), start(node, outs, journey)
         if at is None or given is None or (given.dim() < 3 and "Rnn" in name):
             return False
-        if "Conv" in name and saved_or(node, "groups", 1) % journey.n == 0:
+        is_along_channels = isinstance(outs[0], Regular) and outs[0].dim == 1
+        if "Conv" in name and is_along_channels and saved_or(node, "groups", 1) % journey.n == 0:
             return False  # samples along the groups
         return isinstance(down(at, 0, tuple(given.shape)), Answer)
     if "BatchNorm" in name and not name.startswith("NativeBatchNormLegitNoTraining"):
