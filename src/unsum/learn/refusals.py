@@ -38,12 +38,9 @@ def moved_unseen() -> UnknownSamples:
     """The error for a call that nobody watched, and that has not used its inputs as earlier calls did."""
     return UnknownSamples(
         "cannot tell whose the input's rows are in this step: the model has done something with its input that it did "
-        "not do before (it copied it, perhaps in another order), and its calls were no longer watched. From the next "
-        "step on they are.",
-        write=[
-            "with unsum.gradients(model, samples=unsum.dim(0)) as g: ...  # if the order of the samples stays as it is",
-            MARK,
-        ],
+        "not do before (it copied it, perhaps in another order), and its calls were no longer watched. Now they "
+        "are.",
+        write=["model.zero_grad()  # and run the step again: it is watched", MARK],
     )
 
 
