@@ -1,6 +1,6 @@
-"""The gates of an LSTM on a CPU, which oneDNN keeps for its own backward: to read them is cheaper than to compute them
-again. Where they are is not promised. So before any is read, a layer of the same sizes is run on random numbers, of
-which the gates are known."""
+"""The gates of an LSTM on a CPU, read where oneDNN keeps them for its own backward: cheaper than to compute them again.
+oneDNN does not promise where that is. So before any gates are read, a layer of the same sizes is run on random numbers,
+and its gates are computed and compared."""
 
 from __future__ import annotations
 

@@ -140,6 +140,7 @@ def opened(layer: Recurrence, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _cells(layer: Recurrence, gates: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+    """Tanh of the cells after each time, and the cells before it, (T, B, H) each."""
     i, f, g, _ = gates.unbind(2)
     cells, first = torch.mul(i, g), cell
     for now, forget in layer.forwards(cells.unbind(), f.unbind()):
@@ -152,7 +153,8 @@ OFF = 1e-4  # between states, or gates, that are the same but for rounding
 
 
 def _kept_gates(layer: Recurrence, cell: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The same from what was kept; None if nothing was, or if it does not lead to the states."""
+    """The gates that were kept, and the cells that follow from them, as `opened` gives them. None if no gates were
+    kept, or if they do not lead to the states that the layer returned."""
     if layer.kept is None:
         return None
     kept, states = layer.kept
@@ -162,7 +164,7 @@ def _kept_gates(layer: Recurrence, cell: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def are_close(found: Tensor, wanted: Tensor) -> bool:
-    """Whether gates or states are the same but for rounding; NaN is the same as nothing."""
+    """Whether gates or states are the same but for rounding; False where there is a NaN."""
     return bool(torch.sub(found, wanted).abs_().max() <= OFF)
 
 

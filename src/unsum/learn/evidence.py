@@ -111,7 +111,7 @@ def agreeing(cut: Cut, n: int, setting: Setting) -> Cut:
 
 
 def refuse_contradiction(walked: Walked, setting: Setting) -> None:
-    """Raise where rows of inputs contradict a walk: one in which values have corrected the table, say."""
+    """Raise where rows of inputs say other samples than a walk, after values have corrected the table."""
     if _agrees(walked, setting) is False:
         raise other_rows()
 

@@ -19,7 +19,7 @@ Pick = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 class Frame:
-    """A graph that was followed from its cut down, and what later graphs must share with it.
+    """What later graphs must share with a graph that was followed from its cut down, for its plan to serve them.
 
     The signature does not hold the shapes of most nodes, since they follow from those of others (see `skeleton`). Where
     these others are moved, it says too little: the shapes of nodes beside moved ones are read themselves."""
@@ -40,7 +40,7 @@ class Frame:
         self._beside = _shapes_of(self._border(nodes))
 
     def fits(self, signature: Signature, starts: Mapping[Edge, Layout], nodes: Sequence[Node]) -> bool:
-        """Whether a graph of the same skeleton has these sizes and numbers, but for the nodes whose rows are moved."""
+        """Whether a graph of the same skeleton has the frame's sizes and numbers where rows are not moved."""
         columns: tuple[Any, ...] = signature
         _, told, shapes, *rest = columns
         if list(starts.values()) != self._starts or rest != self._rest or len(shapes) != len(self._shapes):

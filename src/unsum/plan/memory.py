@@ -19,7 +19,7 @@ from unsum.plan.structure import Judged
 
 _KEPT = 128  # structures per model, and plans per structure
 _FRAMES = 4  # per structure
-_TRIES = 16  # frames that are made in a row, if no graph comes in any
+_TRIES = 16  # frames that are kept in a row without any graph that shares one
 
 _structures: weakref.WeakKeyDictionary[nn.Module, OrderedDict[Hashable, Structure]] = weakref.WeakKeyDictionary()
 CallKey = tuple[Hashable, ...]  # what calls are remembered by: first the purpose of their block
@@ -35,7 +35,7 @@ class Structure:
     is_blind: bool  # whether its forward was not watched when it was judged
     sized: OrderedDict[Hashable, Plan] = field(default_factory=OrderedDict)
     frames: list[Frame] = field(default_factory=list)  # the last one first
-    made: int = 0  # frames in which no graph has come since
+    made: int = 0  # frames since a graph has last shared one
     is_outgrown: bool = False  # whether samples lie in a way now for which a rule of the plan does not speak
 
     def keep(self, sizes: Hashable, plan: Plan) -> None:
@@ -46,7 +46,7 @@ class Structure:
             self.sized.popitem(last=False)
 
     def frame(self, signature: Signature, starts: Mapping[Edge, Layout], nodes: Sequence[Node]) -> Frame | None:
-        """One in which this graph is; None if there is none."""
+        """The kept frame that this graph shares; None if it shares none."""
         found = next((each for each in self.frames if each.fits(signature, starts, nodes)), None)
         if found is not None:
             self.made = 0
@@ -55,8 +55,8 @@ class Structure:
     def keep_frame(
         self, plan: Plan, signature: Signature, starts: Mapping[Edge, Layout], nodes: Sequence[Node]
     ) -> None:
-        """A graph in which indices move rows, for later ones that differ in these alone. None is kept any longer if
-        others have come so often."""
+        """Keep the frame of a graph in which indices move rows, for later graphs that differ in these rows alone. After
+        so many frames that no later graph has shared, none is kept."""
         if plan.followed is not None and self.made < _TRIES:
             self.made += 1
             self.frames = [Frame(plan, signature, starts, nodes), *self.frames][:_FRAMES]

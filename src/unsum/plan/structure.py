@@ -146,7 +146,7 @@ def derived(
     """The plan for a graph of this structure; None if it does not follow, and the graph must be judged itself. Where a
     plan for the `same_sizes` is at hand, or for sizes that differ only in rows that indices move (`in_frame`), only
     what indices and values decide is found anew. `shown`: the nodes that have saved rows of inputs. Raises RuleFails
-    where that is so."""
+    where a rule does not serve this graph."""
     if same_sizes is not None and same_sizes.followed is not None and judged.trail is not None:
         moved = _moved(same_sizes, judged.trail, judged, nodes, n, rows, shown)
         if moved is None or _lie_alike(same_sizes.owned, moved.owned):
@@ -210,8 +210,8 @@ def _moved(
 
 
 def _serves(plan: Plan, moved: Plan, nodes: Sequence[Node]) -> bool:
-    """Whether what is known of a plan's meetings holds where some have other numbers of rows. What waits for others
-    does not: there samples follow each other in blocks."""
+    """Whether a plan of the same frame serves the graph: what is known of its meetings holds for their numbers of rows.
+    (Meetings that wait for others are not asked: their samples follow each other in blocks.)"""
     others = {place: owners for place, owners in moved.owned.items() if owners is not plan.owned[place]}
     known = {place: plan.owned[place] for place in others if place in plan.ruled or place in moved.ruled}
     routes = {place: moved.routes[place] for place in others if place in moved.routes}
@@ -314,6 +314,7 @@ def _refuse_other_ways(plan: Plan, routes: Mapping[int, Sequence[Route]], nodes:
 
 
 def _kind(layout: Layout) -> Hashable:
+    """The way in which samples lie, as far as rules go by it."""
     return layout.dim if isinstance(layout, Regular) else (layout.map.dim(), layout.is_whole, layout.held is None)
 
 

@@ -181,8 +181,8 @@ class Planner:
         # Ranks may meet new sizes at different times: only where values are asked are whole parameters gathered.
         by_values = bool(judged.silent)
         with self.learning(gathers=by_values) if by_values or self._saved.is_needed else contextlib.nullcontext():
+            names = self._setting.names
             try:
-                names = self._setting.names
                 found = derived(structure.plan, judged, nodes, starts, n, names, rows, plan, in_frame, shown)
             except RuleFails:
                 structure.is_outgrown = True

@@ -36,7 +36,7 @@ def split(at: At) -> Layout | Answer:
     """Pieces along a dimension."""
     (dim,) = at.dims()
     if dim not in at.varies and not any(isinstance(out, Mapped) and not out.map.dim() for out in at.outs):
-        return of_each(at, At.same, at.same())
+        return of_each(at, At.same)
     parts: list[Tensor] = []
     for out, meta in zip(at.outs, outputs_of(at.node), strict=True):
         own = _along(at, out, dim, meta.shape[dim])

@@ -55,7 +55,7 @@ def select(at: At) -> Layout | Answer:
     (dim,) = at.dims(rank=len(at.arg))
     if at.kind == "Unbind" and any(isinstance(out, Mapped) for out in at.outs):
         return _unbound(at, dim)
-    return of_each(at, lambda at: _with_dims(at, {dim}), _with_dims(at, {dim}))
+    return of_each(at, lambda at: _with_dims(at, {dim}))
 
 
 def _unbound(at: At, dim: int) -> Layout | Answer:

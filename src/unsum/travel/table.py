@@ -35,7 +35,7 @@ MIXED, SILENT = Answer.MIXED, Answer.SILENT
 
 @dataclass(frozen=True, eq=False)
 class Taken:
-    """Rows that were taken from others, which lie in blocks, one for each sample."""
+    """A map of rows that an index has taken from rows in blocks, one block for each sample."""
 
     map: Tensor  # of the rows that were taken
     index: Tensor  # which they are
@@ -176,15 +176,14 @@ def entry(name: str) -> tuple[str, Travel | None]:
 
 
 def ask(at: At, travel: Travel) -> Layout | Answer:
-    """What a function of the table says of an argument; where the results of the node have their samples in different
-    places, of each of them, which must not contradict each other."""
-    answer = travel(at)
-    return answer if len(at.outs) == 1 or travel in TOGETHER else of_each(at, travel, answer)
+    """The samples of an argument, as a function of the table says them from the results of the node."""
+    return travel(at) if len(at.outs) == 1 or travel in TOGETHER else of_each(at, travel)
 
 
-def of_each(at: At, travel: Travel, answer: Layout | Answer) -> Layout | Answer:
-    """The same for a node with several results, of one of which this is the answer."""
-    first = at.layout
+def of_each(at: At, travel: Travel) -> Layout | Answer:
+    """The samples of an argument of a node with several results: the function is asked for each result whose samples
+    lie elsewhere than those of the first. SILENT where the answers contradict each other."""
+    first, answer = at.layout, travel(at)
     for out in at.outs:
         if out is None or out is first or _are_alike(out, first):
             continue
@@ -201,6 +200,7 @@ def of_each(at: At, travel: Travel, answer: Layout | Answer) -> Layout | Answer:
 
 
 def _are_alike(one: Layout, other: Layout) -> bool:
+    """Whether two results have their samples along the same dimension in the same order, seen without a comparison."""
     if isinstance(one, Regular):
         return isinstance(other, Regular) and (one.n, one.dim, one.block) == (other.n, other.dim, other.block)
     return isinstance(other, Mapped) and one.map is other.map

@@ -144,8 +144,8 @@ class Trail:
         found: dict[int, Owners],
         journey: Journey,
     ) -> bool:
-        """Whether the rows of a result are those of the arguments, which then have their samples: what the table says
-        in many more steps, where nothing is spread. If not, it is asked."""
+        """Give the samples of a result's rows to the arguments, which have the same rows: what the table says too, in
+        many more steps. False where an argument has other rows: then the table is asked."""
         outs = owners[leg.place]
         rows = None if outs is None else outs[0]
         if outs is None or not isinstance(rows, Mapped) or not _are_rows(rows):
