@@ -13,6 +13,7 @@ from torch import Tensor
 
 import unsum
 from models import GPT, Block, loss_of
+from unsum.flow.captured import Captured
 
 HAND, UNSUM = "hooks by hand", "unsum.capture"
 BLOCKS = 12
@@ -94,14 +95,14 @@ def full_backward_hooks(model: GPT, x: Tensor, y: Tensor) -> dict[str, dict[int,
     return {"input": inputs, "grad_output": grads}
 
 
-def with_unsum(kinds: Sequence[str], model: GPT, x: Tensor, y: Tensor) -> unsum.Captured:
+def with_unsum(kinds: Sequence[str], model: GPT, x: Tensor, y: Tensor) -> Captured:
     # By type: "blocks.*" would also name every module inside the blocks.
     with unsum.capture(model, *((Block, kind) for kind in kinds)) as got:
         backward(loss_of(model(x), y))
     return got
 
 
-def read_unsum(kinds: Sequence[str], got: unsum.Captured) -> Values:
+def read_unsum(kinds: Sequence[str], got: Captured) -> Values:
     return {kind: [got[f"blocks.{i}:{kind}"] for i in range(BLOCKS)] for kind in kinds}
 
 

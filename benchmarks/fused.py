@@ -48,12 +48,12 @@ def microseconds(step: Callable[[], Any], device: str) -> float:
             step()
     times = []
     for _ in range(9):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / repeats)
+        times.append(1e3 * begin.elapsed_time(end) / repeats)
     return statistics.median(times[2:])
 
 
@@ -135,7 +135,7 @@ def windows(made: Made) -> Iterator[dict[str, Any]]:
         ways: Ways = {
             "rows": rows,
             "kernel": lambda given=given: fused.products(*given, False),
-            "gram rows": lambda kind=kind: product.sq_norms(*kind.rows(), "gram"),
+            "gram rows": lambda kind=kind: product.sq_norms(*kind.rows(), way="gram"),
             "gram kernel": lambda given=given: fused.gram_sq_norms(*given),
             "torch": kind.sum,
         }

@@ -74,29 +74,30 @@ def launches(made: Made) -> Iterator[dict[str, Any]]:
         numbers = [[torch.rand(n, t, device=made.device) for _ in x] for _ in range(2)]
         ways: dict[str, tuple[str, tuple[Any, ...], Callable[[], Any]]] = {
             "gram": ("gram_sq_norms", (a, delta), lambda a=a, delta=delta: [
-                product.sq_norms(*pair, "gram") for pair in _by_shape(a, delta)]),
+                product.sq_norms(*pair, way="gram") for pair in _by_shape(a, delta)]),
             "shift": ("shift_sq_norms", (delta,), lambda delta=delta: [
                 product.squares(each.sum(1, dtype=torch.float32)) for (each,) in _by_shape(delta)]),
             "norm": ("norm_sq_norms", (given, x, *numbers), lambda given=(given, x, *numbers): [
                 product.squares(each) for four in _by_shape(*given) for each in fused.scale_and_shift(*four)]),
         }  # fmt: skip
         for way, (name, columns, by_shape) in ways.items():
-            step = lambda name=name, columns=columns, n=n, t=t: getattr(grouped, name)(*columns, n, t)
+            step = lambda name=name, columns=columns, n=n, t=t: getattr(grouped, name)(*columns, n, t, True)
             row: dict[str, Any] = {"layer": f"{way}: {len(columns[0])} layers, n={n} t={t}"}
             for what, run in (("in groups", step), ("by shape", by_shape)):
                 row |= {f"{what}, {key}": value for key, value in device_and_host(run, made.device).items()}
-            yield row | {"off": off(f"grouped_{name}", *columns, n, t)}
+            yield row | {"off": off(f"grouped_{name}", *columns, n, t, True)}
 
 
 def taken(model: nn.Module, device: str, rows: int) -> None:
     """From now on layers wait for one launch if a step has no more rows."""
     grouped.ROWS[device] = rows
-    for plan in memory._plans.get(model, {}).values():
+    for plan in memory.plans(model):
         plan.grouped.clear()
+        plan.arranged.clear()
 
 
 def steps(made: Made, rounds: int) -> Iterator[dict[str, Any]]:
-    shape = TINY if made.is_small else SHAPE
+    shape: dict[str, Any] = TINY if made.is_small else SHAPE
     device, rows = made.device, grouped.ROWS.get(made.device, 0)
     lanes.ROWS = {device: rows}  # as it is, whatever is done to the other
     model = GPT(**shape).to(device, made.dtype)
@@ -149,12 +150,12 @@ def main() -> None:
     options = parsed(parser)
     random.seed(0)
     torch.manual_seed(0)
-    made, report = Made(options.device), {"machine": machine(options.device), "rows": []}
+    made, found = Made(options.device), list[dict[str, Any]]()
     for rows in (launches(made), steps(made, 2 if made.is_small else 8 if options.quick else 30)):
         for row in rows:
-            report["rows"].append(row)
+            found.append(row)
             print("  ".join(str(v) if k == "layer" else f"{k} {v}" for k, v in row.items()), flush=True)
-    write(options.json, report)
+    write(options.json, {"machine": machine(options.device), "rows": found})
 
 
 if __name__ == "__main__":

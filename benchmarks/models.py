@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -99,7 +101,7 @@ class CNN(nn.Module):
 class RecurrentLM(nn.Module):
     """A language model with a recurrent layer."""
 
-    def __init__(self, *, vocabulary: int, width: int, kind: type[nn.RNNBase] = nn.LSTM) -> None:
+    def __init__(self, *, vocabulary: int, width: int, kind: Callable[..., nn.RNNBase] = nn.LSTM) -> None:
         super().__init__()
         self.tokens, self.rnn = nn.Embedding(vocabulary, width), kind(width, width, batch_first=True)
         self.head = nn.Linear(width, vocabulary)

@@ -53,8 +53,9 @@ def opacus_hooks(model: nn.Module, loss: Loss) -> Way:
 
     def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         loss(model, x, y).backward()
-        squares = [p.grad_sample.flatten(1).float().square().sum(1) for p in model.parameters()]
-        for p in model.parameters():
+        parameters: list[Any] = list(model.parameters())
+        squares = [p.grad_sample.flatten(1).float().square().sum(1) for p in parameters]
+        for p in parameters:
             p.grad_sample = None
         return torch.stack(squares).sum(0)
 
@@ -102,7 +103,8 @@ def backpack_norms(model: nn.Module, loss: Loss) -> Way:
     def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         with backpack(BatchL2Grad()):
             loss(model, x, y).backward()
-        return torch.stack([p.batch_l2 for p in model.parameters()]).sum(0)
+        parameters: list[Any] = list(model.parameters())
+        return torch.stack([p.batch_l2 for p in parameters]).sum(0)
 
     return Way("BackPACK, BatchL2Grad", extended, step)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from torch.overrides import TorchFunctionMode
 from measuring import machine, options_of, parsed, ratios, write
 from models import GPT
 from unsum import seams
-from unsum.seams.hook import Ours
+from unsum.kernels.kept_gates import kept_gates
+from unsum.kernels.recurrence import Recurrence, begun, lstm
+from unsum.seams.operators import onednn_lstm
 from unsum.seams.tensors import add_to, copies
 from unsum.seams.tracing import is_traced
 
@@ -156,12 +159,12 @@ def backwards(model: nn.Module, x: Tensor) -> dict[str, Way]:
 
 def module_hooks(model: nn.Module) -> dict[str, Way]:
     """Two hooks on every linear, registered and removed."""
-    linears, hook = [module for module in model.modules() if isinstance(module, nn.Linear)], Ours(nothing)
+    linears, hook = [module for module in model.modules() if isinstance(module, nn.Linear)], seams.inert
 
     def ours() -> None:
-        keys = [seams.on_plain_call(module, hook, hook) for module in linears]
+        keys = [seams.on_call(module, hook, hook) for module in linears]
         for module, key in zip(linears, keys, strict=True):
-            seams.off_plain_call(module, key)
+            seams.off_call(module, key)
 
     def public() -> None:
         handles: list[Any] = []
@@ -176,7 +179,7 @@ def module_hooks(model: nn.Module) -> dict[str, Way]:
 
 def tensor_hooks() -> dict[str, Way]:
     """The first hook on each of a hundred tensors, registered and removed; the tensors are made in both ways."""
-    x, hook = torch.ones(2, requires_grad=True), Ours(nothing)
+    x, hook = torch.ones(2, requires_grad=True), seams.inert
 
     def ours() -> None:
         for handle in [seams.on_gradient(x + 1, hook) for _ in range(100)]:
@@ -223,6 +226,30 @@ def questions() -> dict[str, Way]:
     return {"is_traced": lambda: [is_traced() for _ in range(100)], "torch's own questions": plainly}
 
 
+def gates() -> dict[str, Way]:
+    """The gradient at the gates of an LSTM (T=64, B=16, 256 units), from gates that are read and checked against the
+    states, and from gates that are computed again."""
+    units, (times, batch) = 256, (64, 16)
+    x, first, cell = torch.randn(times, batch, units), torch.zeros(batch, units), torch.zeros(batch, units)
+    weights = torch.randn(4 * units, units) / 16, torch.randn(4 * units, units) / 16
+    biases = torch.randn(4 * units), torch.randn(4 * units)
+    found = onednn_lstm(x, weights, biases, first, cell, is_reversed=False)
+    if found is None:
+        return {}
+    states, workspace = found
+    layer, arrived = Recurrence(x, begun(states, first, is_reversed=False), weights, biases), torch.randn_like(states)
+
+    def read() -> None:
+        kept = kept_gates(workspace, states, is_reversed=False)
+        assert kept is not None
+        lstm(replace(layer, kept=kept), cell, arrived, None, None)
+
+    return {
+        "gates read where oneDNN keeps them": read,
+        "gates computed again": lambda: lstm(layer, cell, arrived, None, None),
+    }
+
+
 def rows() -> dict[str, dict[str, Way]]:
     torch.manual_seed(0)
     model = GPT(width=32, depth=4, heads=2, vocabulary=50, length=8)
@@ -235,6 +262,7 @@ def rows() -> dict[str, dict[str, Way]]:
         "hooks on 100 tensors": tensor_hooks(),
         "100 sums and copies": sums(),
         "100 times: is this a trace?": questions(),
+        **({"the backward of an LSTM through time": ways} if (ways := gates()) else {}),
     }
 
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import unsum
 from reads import close
 from unsum.errors import OptionError, SamplesError
-from unsum.reducers.holding import FACTORS, GRADIENTS, Size, choose
+from unsum.reducers.holding import FACTORS, GRADIENTS, Size, Sizes, choose
 
 N, T, V = 4, 6, 11
 
@@ -343,12 +343,12 @@ def test_two_backwards_hold_nothing():
 
 
 def test_the_budget_is_kept_and_spent_where_it_saves_most():
-    sizes = {
+    sizes = Sizes({
         "long": Size(gradients=100, factors=300, saved=1000.0, formed=True),
         "short": Size(gradients=100, factors=60, saved=10.0, formed=True),
         "table": Size(gradients=10_000, factors=50, saved=0.0, formed=False),
         "bias": Size(gradients=5, factors=100, saved=50.0, formed=True),
-    }
+    })
     decided = lambda budget: choose(sizes, budget)
     assert decided(1000) == {"long": GRADIENTS, "short": GRADIENTS, "table": FACTORS, "bias": GRADIENTS}
     assert decided(255) == decided(1000)

@@ -24,6 +24,7 @@ from unsum.compiled.raw_inputs import Lines
 from unsum.graph.nodes import Edge, Node, edge_of, ordered
 from unsum.plan.plan import Plan
 from unsum.plan.signature import plain
+from unsum.reducers.holding import Sizes
 from unsum.seams.nodes import outputs_of
 
 _MOST = 200  # nodes between parts
@@ -210,7 +211,7 @@ def _part(plan: Plan, nodes: Sequence[Node], run: Run, leaf: Leaf, wires: Hashab
     whole, kinds = described(own, inner)
     expected = {name: times for name, times in plan.expected.items() if name in met}
     pattern = Pattern(
-        whole, kinds, ways, expected, plan.spare & met, frozenset(), frozenset(), plan.n, {}, met, run.inputs
+        whole, kinds, ways, expected, plan.spare & met, frozenset(), frozenset(), plan.n, Sizes(), met, run.inputs
     )
     return Part(pattern, wires, met), here
 

@@ -19,7 +19,7 @@ from unsum.graph.positions import Positions
 from unsum.plan.plan import Meeting, Plan, Route
 from unsum.plan.signature import plain
 from unsum.plan.structure import sizes_of
-from unsum.reducers.holding import Size
+from unsum.reducers.holding import Sizes
 from unsum.rules.registry import Rule
 from unsum.seams.nodes import number_of, outputs_of, saved_or
 from unsum.seams.operators import hint, settled
@@ -108,7 +108,7 @@ class Pattern:
     cut: frozenset[int]  # at which of the call's output tensors samples are told apart
     used: frozenset[int]  # which of them lead to the loss
     n: int  # how many samples there were
-    sizes: dict[str, Size]  # what holding the gradients of each parameter took
+    sizes: Sizes  # what holding the gradients of each parameter took
     wanted: frozenset[str]  # all parameters that were asked for
     inputs: Lines = ()  # what is done to inputs before a parameter meets them
 

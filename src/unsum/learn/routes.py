@@ -12,7 +12,7 @@ from unsum.graph.nodes import Node, below, is_leaf, ordered
 from unsum.graph.owners import Owners, Swept
 from unsum.learn.audit import Audit, shape_of
 from unsum.plan.plan import Meeting, Route
-from unsum.reducers.holding import Size
+from unsum.reducers.holding import Size, Sizes
 from unsum.rules.to_parameter import member_of, turns
 from unsum.travel.walk import Walked
 
@@ -61,7 +61,7 @@ def routes(
     return {
         "streamed": frozenset(place[node] for node in streamed),
         "expected": expected,
-        "sizes": {name: size for name, size in sizes.items() if name not in late},
+        "sizes": Sizes({name: size for name, size in sizes.items() if name not in late}),
         "late": frozenset(late),
         "reaches": reaches,
         "free": frozenset(free),

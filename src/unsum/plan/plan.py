@@ -16,7 +16,7 @@ from unsum.graph.layout import Layout, Mapped, Regular
 from unsum.graph.nodes import Node
 from unsum.graph.owners import Owners
 from unsum.graph.positions import Positions
-from unsum.reducers.holding import Size
+from unsum.reducers.holding import Sizes
 from unsum.rules.registry import Rule
 from unsum.rules.to_parameter import chosen, finished
 
@@ -92,7 +92,7 @@ class Plan:
     routes: dict[int, tuple[Route, ...]] = field(default_factory=dict)  # audited rules, by place
     together: dict[int, Team] = field(default_factory=dict)  # meetings that may wait for others, mostly of their shape
     expected: dict[str, int] = field(default_factory=dict)  # how often factors come to a parameter
-    sizes: dict[str, Size] = field(default_factory=dict)  # of these: what holding their gradients takes
+    sizes: Sizes = field(default_factory=Sizes)  # of these: what holding their gradients takes
     late: frozenset[str] = frozenset()  # parameters to which gradients come formed, when the backward is over
     reaches: dict[tuple[int, int], str] = field(default_factory=dict)  # the parameter at the end of a node's edge
     free: frozenset[str] = frozenset()  # parameters whose gradients come as factors alone

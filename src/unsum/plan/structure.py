@@ -24,7 +24,7 @@ from unsum.learn.rows import Rows
 from unsum.learn.setting import Setting, numbers_saved_by
 from unsum.plan.plan import Plan, Route, has_doubts
 from unsum.plan.teams import teams
-from unsum.reducers.holding import Size, size_of
+from unsum.reducers.holding import Sizes, size_of
 from unsum.rules.registry import Call
 from unsum.seams.nodes import outputs_of
 from unsum.seams.tensors import memory_number, version_of
@@ -182,7 +182,7 @@ def derived(
         together=teams(nodes, routes, mixed, plan.alone),
         dear=dear,
         cheap=judged.skips[dear],
-        sizes={},
+        sizes=Sizes(),
         has_doubts=has_doubts(owned),
         grouped={},
         arranged={},
@@ -369,11 +369,11 @@ def _dear(plan: Plan, routes: Mapping[int, Sequence[Route]], nodes: Sequence[Nod
     return dear
 
 
-def sizes_of(plan: Plan, nodes: Sequence[Node]) -> dict[str, Size]:
+def sizes_of(plan: Plan, nodes: Sequence[Node]) -> Sizes:
     """What holding the gradients of each parameter takes, in a graph of this plan."""
     if plan.sizes:
         return plan.sizes
-    found: dict[str, Size] = {}
+    found = Sizes()
     memos: dict[int, dict[Any, Any]] = {}
     for (place, edge), name in plan.reaches.items():
         route = next((route for route in plan.routes.get(place, ()) if route.edge == edge), None)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from unsum.errors import UnsupportedError
 from unsum.factors.factors import Factors
-from unsum.reducers.holding import GRADIENTS, Size, choose, free_memory, grown
+from unsum.reducers.holding import GRADIENTS, Sizes, choose, free_memory, grown
 from unsum.reducers.tap import Shape, Tap
 from unsum.seams.operators import python_operator
 
@@ -121,13 +121,15 @@ class ClippedTap(Tap):
         groups = None if self._groups is None else tuple(self._groups.get(name) for name in self._parameters)
         return "clipped", groups
 
-    def prepare(self, sizes: Mapping[str, Size], learnt: int, n: int) -> Hashable:
+    def prepare(self, sizes: Sizes, learnt: int, n: int) -> Hashable:
         """Choose what is held. Another choice is another compilation: so neither each number of samples nor each byte
         that becomes free makes a difference."""
-        free = free_memory({p.device for p in self._parameters.values()}) if self._memory is None else self._memory
-        budget = 2 ** math.floor(math.log2(free)) if self._memory is None and 0 < free < math.inf else free
         times = 1 if n <= learnt else 2 ** math.ceil(math.log2(n / max(learnt, 1)))
-        self._chosen = choose({name: grown(size, times) for name, size in sizes.items()}, budget)
+        wanted = sizes if times == 1 else Sizes({name: grown(size, times) for name, size in sizes.items()})
+        devices = {p.device for p in self._parameters.values()}
+        free = free_memory(devices, 2 * wanted.needed) if self._memory is None else self._memory
+        budget = 2 ** math.floor(math.log2(free)) if self._memory is None and 0 < free < math.inf else free
+        self._chosen = choose(wanted, budget)
         return tuple(sorted(self._chosen.items()))
 
     def shapes(self, n: int, positions: int | None) -> list[Shape]:

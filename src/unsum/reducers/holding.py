@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf, prod
 from pathlib import Path
+from time import monotonic
 
 import torch
 
@@ -26,6 +28,10 @@ from unsum.kernels import costs
 GRADIENTS, FACTORS = "gradients", "factors"
 FREE = 0.5  # the share of free memory that is the budget, if none is given
 FAR = {"cpu": 140.0}  # what a number costs that is written to memory and read again later, in the units of `costs`
+LASTS = 1.0  # seconds for which a look at the free memory counts, where `ROOM` times what is wanted was free
+ROOM = 16
+
+_looks: dict[torch.device, tuple[float, float]] = {}  # when the free memory was looked at last, and what was free
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,20 @@ class Size:
         """A parameter that is met twice: its norms have cross terms, and no gradient is formed for them."""
         factors = self.factors + other.factors
         return Size(max(self.gradients, other.gradients), factors, 0.0, formed=False)
+
+
+class Sizes(dict[str, Size]):
+    """{parameter: Size}: those of one plan, the same in every backward; they are not changed once they were read."""
+
+    @cached_property
+    def ways(self) -> dict[str, str]:
+        """{parameter: way}, if memory is no matter."""
+        return {name: GRADIENTS if size.formed else FACTORS for name, size in self.items()}
+
+    @cached_property
+    def needed(self) -> int:
+        """The bytes that are held these ways."""
+        return sum([size.gradients if size.formed else size.factors for size in self.values()])
 
 
 def size_of(kind: Term) -> Size:
@@ -71,11 +91,13 @@ def grown(size: Size, times: int) -> Size:
     return replace(size, gradients=size.gradients * times, factors=size.factors * times, saved=size.saved * times)
 
 
-def choose(sizes: Mapping[str, Size], budget: float) -> dict[str, str]:
+def choose(sizes: Sizes, budget: float) -> dict[str, str]:
     """{parameter: way}: gradients where they are formed and fit the budget, those first that save the most time for a
     byte."""
-    ways = {name: GRADIENTS if size.formed else FACTORS for name, size in sizes.items()}
-    over = sum(size.gradients if ways[name] == GRADIENTS else size.factors for name, size in sizes.items()) - budget
+    over = sizes.needed - budget
+    if over <= 0:
+        return sizes.ways
+    ways = dict(sizes.ways)
     dear = [name for name in ways if ways[name] == GRADIENTS and sizes[name].factors < sizes[name].gradients]
     for name in sorted(dear, key=lambda name: _worth(sizes[name], sizes[name].gradients - sizes[name].factors)):
         if over <= 0:
@@ -89,9 +111,20 @@ def _worth(size: Size, takes: int) -> float:
     return size.saved / takes if takes else inf
 
 
-def free_memory(devices: Iterable[torch.device]) -> float:
-    """The budget if none is given: half of what is free where there is least; endless where that cannot be known."""
-    return min([FREE * _free(device) for device in set(devices)], default=inf)
+def free_memory(devices: Iterable[torch.device], wanted: float = inf) -> float:
+    """The budget if none is given: half of what is free where there is least; endless where that cannot be known.
+    `wanted`: the bytes that it is asked for. Where far more was free a moment ago, that counts: to look takes as long
+    as several layers of a small model do."""
+    return min([FREE * _lately_free(device, wanted) for device in set(devices)], default=inf)
+
+
+def _lately_free(device: torch.device, wanted: float) -> float:
+    when, free = _looks.get(device, (-inf, 0.0))
+    now = monotonic()
+    if ROOM * wanted > free or now > when + LASTS:
+        free = _free(device)
+        _looks[device] = now, free
+    return free
 
 
 def _free(device: torch.device) -> float:

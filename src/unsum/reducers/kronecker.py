@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from unsum.errors import NotAvailable, UnsupportedError
 from unsum.factors.factors import Factors
-from unsum.reducers.holding import Size
+from unsum.reducers.holding import Sizes
 from unsum.reducers.reducer import Reduction
 from unsum.reducers.tap import Shape, Tap
 
@@ -81,7 +81,7 @@ class _KroneckerTap(Tap):
     def key(self) -> Hashable:
         return "kronecker"
 
-    def prepare(self, sizes: Mapping[str, Size], learnt: int, n: int) -> Hashable:
+    def prepare(self, sizes: Sizes, learnt: int, n: int) -> Hashable:
         self._sides = {name: size.sides for name, size in sizes.items() if size.sides is not None}
         return tuple(sorted(self._sides.items()))
 

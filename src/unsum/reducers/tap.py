@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unsum.reducers.holding import Size
+from unsum.reducers.holding import Sizes
 
 Shape = tuple[int, ...]
 
@@ -35,7 +35,7 @@ class Tap(ABC):
     def key(self) -> Hashable:
         """What is asked for: another key, another compilation."""
 
-    def prepare(self, sizes: Mapping[str, Size], learnt: int, n: int) -> Hashable:
+    def prepare(self, sizes: Sizes, learnt: int, n: int) -> Hashable:
         """A call with n samples comes. `sizes`: what holding the gradients of each parameter takes, for as many samples
         as there were when it was learnt. Returns what is chosen: another choice, another compilation."""
         return None

@@ -14,7 +14,7 @@ from unsum.errors import BackwardOrder, NotAvailable, OptionError, UnsupportedEr
 from unsum.factors.factors import Factors
 from unsum.factors.stacked import Layers
 from unsum.reducers.clipping import ClippedTap
-from unsum.reducers.holding import GRADIENTS, Size, choose, free_memory
+from unsum.reducers.holding import GRADIENTS, Sizes, choose, free_memory
 from unsum.reducers.norms import by_name, in_rows
 from unsum.reducers.reducer import WEIGHTED_SUM, Reduction
 from unsum.reducers.tap import Shape, Tap
@@ -101,13 +101,15 @@ class WeightedSum(Reduction):
         self.chosen: dict[str, str] = {}  # what was held of each parameter in the last backward
         self._by_factors: frozenset[str] = frozenset()  # of these, the parameters of which factors are held
 
-    def prepare(self, sizes: Callable[[], Mapping[str, Size]], devices: Callable[[], Iterable[torch.device]]) -> None:
+    def prepare(self, sizes: Callable[[], Sizes], devices: Callable[[], Iterable[torch.device]]) -> None:
         """Choose what to hold in the backward that begins, from what the gradients of each parameter take."""
         if self.clips:
-            budget = free_memory(devices()) if self._memory is None else self._memory
-            self.chosen = self._in_models_order(choose(sizes(), budget))
+            wanted = sizes()
+            budget = free_memory(devices(), wanted.needed) if self._memory is None else self._memory
+            self.chosen = self._in_models_order(choose(wanted, budget))
             self._by_factors = frozenset([name for name, way in self.chosen.items() if way != GRADIENTS])
-            log.info("unsum: WeightedSum holds %s", Counter(self.chosen.values()))
+            if log.isEnabledFor(logging.INFO):
+                log.info("unsum: WeightedSum holds %s", Counter(self.chosen.values()))
 
     def begin(self, n: int, again: bool) -> None:
         """A backward with n samples begins."""

@@ -40,7 +40,16 @@ from unsum.seams.tracing import refuse_capturing
 _KEY = "unsum.blocks"
 _lock = threading.Lock()
 _gate = threading.RLock()  # held while a compiled model runs compiled: no other thread may open a block meanwhile
-_local = threading.local()
+
+
+class _Local(threading.local):
+    blocks: list[Block] | None = None  # those opened by this thread; None before the first
+    depth = 0  # backwards that run inside each other
+    is_narrow = False  # whether the one that runs brings gradients to some leaves alone
+    stand_in: Callable[..., Any] | None = None  # what is called instead of torch's engine
+
+
+_local = _Local()
 _open: list[Block] = []  # in all threads
 _undo: list[Callable[[], None]] = []
 
@@ -76,7 +85,7 @@ def none_open() -> bool:
 
 def here() -> Sequence[Block]:
     """The blocks that see what happens now, in this thread."""
-    own: list[Block] = getattr(_local, "blocks", [])
+    own = _local.blocks or []
     if own or not torch._C._is_key_in_tls(_KEY):
         return own
     return torch._C._get_obj_in_tls(_KEY)  # type: ignore[no-any-return]
@@ -90,7 +99,7 @@ def is_alone_at_parameters(blocks: Sequence[Block]) -> bool:
 def are_here(blocks: Sequence[Block] | None) -> bool:
     """Whether these, as `open_block` has given them, are the blocks that see what this thread does now; None for a
     block that is closed."""
-    return blocks is not None and getattr(_local, "blocks", None) is blocks
+    return blocks is not None and _local.blocks is blocks
 
 
 def open_block(block: Block) -> list[Block]:
@@ -99,9 +108,9 @@ def open_block(block: Block) -> list[Block]:
         if not _open:
             _begin()
         _open.append(block)
-    if not hasattr(_local, "blocks"):
+    if _local.blocks is None:
         _local.blocks = []
-    blocks: list[Block] = _local.blocks
+    blocks = _local.blocks
     blocks.append(block)
     return blocks
 
@@ -151,7 +160,7 @@ def _begin() -> None:
     engine = autograd._engine_run_backward
 
     def caught(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        stand_in = getattr(_local, "stand_in", None)
+        stand_in = _local.stand_in
         if stand_in is not None:
             return stand_in(roots, args[0], args[3], bool(kwargs.get("accumulate_grad", False)))
         return _backward(engine, roots, args, kwargs)
@@ -180,7 +189,7 @@ def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any,
     begun: list[Block] = []
     failed = True
     was_narrow = is_narrow()
-    _local.depth = depth = getattr(_local, "depth", 0) + 1
+    _local.depth = depth = _local.depth + 1
     if depth > 1:  # torch may run backwards inside backwards on a thread of their own, if there are many
         _stash(blocks)
     try:
@@ -217,7 +226,7 @@ def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any,
 def is_narrow() -> bool:
     """Whether the backward that runs in this thread brings gradients to some leaves alone. Then nodes that are not on
     its way, and are called by hand in this thread, compute nothing."""
-    return getattr(_local, "is_narrow", False)
+    return _local.is_narrow
 
 
 def _sets_grad_aside(block: Block) -> bool:
@@ -227,7 +236,7 @@ def _sets_grad_aside(block: Block) -> bool:
 @contextlib.contextmanager
 def instead_of_backward(function: Callable[..., Any]) -> Iterator[None]:
     """In this thread, `function(roots, grads, inputs, accumulates)` is called instead of torch's engine."""
-    before = getattr(_local, "stand_in", None)
+    before = _local.stand_in
     _local.stand_in = function
     try:
         yield
