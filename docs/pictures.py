@@ -267,7 +267,9 @@ def places(story: Story) -> tuple[dict[Node, tuple[float, int]], list[tuple[Node
     """Where each node is drawn, from which to which the arrows go, and where the cut is."""
     step = 102
     before = sum(node in story.cut.on_data for node in story.spine)
-    place: dict[Node, tuple[float, int]] = {node: (63 + step * i + 22 * (i >= before), ROWS[0]) for i, node in enumerate(story.spine)}
+    place: dict[Node, tuple[float, int]] = {
+        node: (63 + step * i + 22 * (i >= before), ROWS[0]) for i, node in enumerate(story.spine)
+    }
     nodes = [node for node in (*story.cut.loss, *story.cut.model) if not is_leaf(node)]
     edges = [(node, child) for node in nodes for child, _ in node.next_functions if child is not None]
     for parent, child in edges:  # in order: what is above has its place already

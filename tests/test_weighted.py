@@ -343,12 +343,14 @@ def test_two_backwards_hold_nothing():
 
 
 def test_the_budget_is_kept_and_spent_where_it_saves_most():
-    sizes = Sizes({
-        "long": Size(gradients=100, factors=300, saved=1000.0, formed=True),
-        "short": Size(gradients=100, factors=60, saved=10.0, formed=True),
-        "table": Size(gradients=10_000, factors=50, saved=0.0, formed=False),
-        "bias": Size(gradients=5, factors=100, saved=50.0, formed=True),
-    })
+    sizes = Sizes(
+        {
+            "long": Size(gradients=100, factors=300, saved=1000.0, formed=True),
+            "short": Size(gradients=100, factors=60, saved=10.0, formed=True),
+            "table": Size(gradients=10_000, factors=50, saved=0.0, formed=False),
+            "bias": Size(gradients=5, factors=100, saved=50.0, formed=True),
+        }
+    )
     decided = lambda budget: choose(sizes, budget)
     assert decided(1000) == {"long": GRADIENTS, "short": GRADIENTS, "table": FACTORS, "bias": GRADIENTS}
     assert decided(255) == decided(1000)
