@@ -9,7 +9,7 @@ Held gradients fit a budget in bytes; they come first where they save the most t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, prod
