@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import unsum
 from reads import close
 from unsum.errors import OptionError, SamplesError
+from unsum.reducers import holding
 from unsum.reducers.holding import FACTORS, GRADIENTS, Size, Sizes, choose
 
 N, T, V = 4, 6, 11
@@ -357,6 +358,34 @@ def test_the_budget_is_kept_and_spent_where_it_saves_most():
     assert decided(254) == decided(1000) | {"short": FACTORS}
     assert decided(0) == decided(254)  # as little as can be
     assert (sizes["long"] + sizes["table"]).factors == 350
+
+
+def test_free_memory_is_looked_at_once_a_second_where_there_is_room(monkeypatch):
+    free, clock, looks = [1e12], [100.0], []
+    monkeypatch.setattr(holding, "_looks", {})
+    monkeypatch.setattr(holding, "_free", lambda device: looks.append(device) or free[0])
+    monkeypatch.setattr(holding, "monotonic", lambda: clock[0])
+    asked = lambda wanted: holding.free_memory([torch.device("cpu")], wanted)
+    assert asked(1e9) == asked(2e9) == 5e11 and len(looks) == 1
+    free[0] = 1e9
+    assert asked(2e11) == 5e8 and len(looks) == 2  # so much was not free by far
+    assert asked(1e8) == asked(1e8) == 5e8 and len(looks) == 4  # nor is little, where little is free
+    free[0] = 1e12
+    assert asked(1e3) == 5e8 and len(looks) == 4
+    clock[0] += 2
+    assert asked(1e3) == 5e11 and len(looks) == 5
+    assert holding.free_memory([torch.device("cpu")]) == 5e11 and len(looks) == 6  # for nothing that is known
+
+
+def test_clipping_asks_for_what_it_would_hold(monkeypatch):
+    model, batch, loss, _ = truth_of("gpt")
+    asked = []
+    monkeypatch.setattr("unsum.reducers.weighted.free_memory", lambda devices, wanted: asked.append(wanted) or 1e12)
+    for _ in range(2):
+        with unsum.gradients(model, unsum.WeightedSum(clip)):
+            loss(model, *batch).backward()
+    own = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert asked[0] == asked[1] and own < asked[0] < 1e4 * own
 
 
 def test_the_decision_is_told(caplog):
