@@ -241,7 +241,7 @@ class GradientsBlock:
                 "would bring other gradients than those of .grad.",
                 write="loss.backward()  # without create_graph=True; open the block after a gradient penalty is made",
             )
-        if self._tapping is not None and (tapped := self._tapping.begin(call, seen.nodes)) is not None:
+        if self._tapping is not None and (tapped := self._tapping.backwards.begin(call, seen.nodes)) is not None:
             return self._begin_tapped(call, seen.nodes, tapped, calls)
         try:
             planned = self._planner.plan(call, seen, known, calls)
@@ -299,11 +299,11 @@ class GradientsBlock:
         self._step = tapped
         try:
             tapped.reducing.begin(self._forward.calls.positions(tapped.reducing.calls))
-            self._tapping.ready(tapped)
+            self._tapping.backwards.ready(tapped)
         except BaseException:
             self._take_back(tapped.reducing, None)
             raise
-        return self._tapping.only(nodes, tapped) if call.accumulates and not call.inputs else None
+        return self._tapping.backwards.only(nodes, tapped) if call.accumulates and not call.inputs else None
 
     def _end_tapped(self, tapped: Tapped, met: dict[str, dict[Meeting, None]]) -> None:
         """What was wanted has left the compiled call; `met`: where each parameter met data."""
@@ -360,9 +360,9 @@ class GradientsBlock:
             if isinstance(step, Step):
                 step.end(failed=failed)
             elif self._tapping is not None:
-                self._tapping.let_go(step)
+                self._tapping.backwards.let_go(step)
                 if not failed:
-                    self._end_tapped(step, self._tapping.end(step, step.reducing.scale))
+                    self._end_tapped(step, self._tapping.backwards.end(step, step.reducing.scale))
         except BaseException:
             failed = True
             raise

@@ -20,5 +20,6 @@ ever; later ones run compiled, if the nodes that torch writes down are those tha
 - `rehearsal`: the eager calls of which is learnt
 - `traced_sites`: captures, by hooks that torch reads; what is known of such a graph is `traced`, and a `site_session`
   sees its tensors while torch writes down
-- `tapping`: the calls of a block: eager or compiled, and what comes out
+- `tapping`: the calls of a block: eager or compiled
+- `tapped_backwards`: their backwards, each of a call that was `tapped`, and what has left
 """

@@ -12,6 +12,7 @@ from torch import nn
 
 from unsum.compiled.parts import Course
 from unsum.compiled.pattern import Pattern
+from unsum.plan.memory import watch_again
 
 KEPT = 128  # layouts of a model
 _WAYS = 4  # that are known of calls of one size
@@ -138,3 +139,9 @@ _memories: weakref.WeakKeyDictionary[nn.Module, Memory] = weakref.WeakKeyDiction
 def memory_of(model: nn.Module) -> Memory:
     """What is known of a model."""
     return _memories.setdefault(model, Memory())
+
+
+def refuse(model: nn.Module, key: Hashable, why: str) -> None:
+    """From now on such calls run eagerly."""
+    memory_of(model).refused[key] = why
+    watch_again(model)
