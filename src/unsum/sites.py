@@ -133,14 +133,19 @@ def is_container(thing: object) -> bool:
     return holds and type(thing).forward is nn.Module.forward  # type: ignore[attr-defined]
 
 
+def model_in(model: nn.Module) -> nn.Module:
+    """The model itself, inside what others have put around it. Raises if it is no module."""
+    if not isinstance(model, nn.Module):
+        raise SiteError(f"expected an nn.Module (or None, for marks alone), got {type(model).__name__}")
+    return unwrapped(model)
+
+
 class Names:
     """The modules and parameters of a model under the user's own names: wrappers (DDP, FSDP, `torch.compile`,
     checkpoint wrappers) do not show. A module or parameter that is in several places has several names."""
 
     def __init__(self, model: nn.Module) -> None:
-        if not isinstance(model, nn.Module):
-            raise SiteError(f"expected an nn.Module (or None, for marks alone), got {type(model).__name__}")
-        self.model = unwrapped(model)
+        self.model = model_in(model)
         self.modules: dict[str, nn.Module] = {}
         self._found: Found = {}
         tree: Tree | None

@@ -103,13 +103,17 @@ class Factors:
     def per_sample(self) -> Tensor:
         """(n, *shape): one gradient for each sample."""
         parts = [s.times(total.dense(s.kinds)) if s.kinds else self._zeros(s.n, *self.shape) for s in self._shares]
-        return _joined([part.to(self.dtype) for part in parts]) if parts else self._zeros(0, *self.shape)
+        if not parts:
+            return self._zeros(0, *self.shape)
+        found = _joined([part.to(self.dtype) for part in parts])
+        held = [kind.values for share in self._shares for kind in share.kinds if isinstance(kind, Dense)]
+        return self._readers(found) if any(each.data_ptr() == found.data_ptr() for each in held) else found
 
     def shared(self) -> Tensor:
         """The part of the gradient that belongs to no sample (a weight penalty in the loss); zeros if there is none."""
         if not self._is_over:
             raise not_over(self.name)
-        return self._zeros(*self.shape) if self._shared is None else self._shared
+        return self._zeros(*self.shape) if self._shared is None else self._readers(self._shared)
 
     def sum(self) -> Tensor:
         """The sum over samples. `sum() + shared()` is what the backward adds to `.grad`."""
@@ -134,7 +138,7 @@ class Factors:
         if self._sq_norms is None:
             parts = [s.times(total.sq_norms(s.kinds), 2) if s.kinds else self._zeros(s.n) for s in self._shares]
             self._sq_norms = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else self._zeros(0)
-        return self._sq_norms
+        return self._readers(self._sq_norms)
 
     def norms_and_sum(self) -> tuple[Tensor, Tensor]:
         """(n,) and the sum over samples, from one product where that is cheaper."""
@@ -317,6 +321,10 @@ class Factors:
                 raise no_outer_products(self.name, type(kind).__name__.lower())
             found.append((share, outer))
         return found
+
+    def _readers(self, held: Tensor) -> Tensor:
+        """What is held, for whoever reads it: he may change it in place. While the backward runs, only unsum reads."""
+        return held.clone() if self._is_over else held
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)

@@ -81,5 +81,5 @@ class Left:
     size: int  # how many will come
     places: list[int] = field(default_factory=list)
     tensors: list[tuple[Tensor, ...]] = field(default_factory=list)  # δ and what was saved, of each
-    versions: list[int | None] = field(default_factory=list)  # of δ, as it came
+    versions: list[int] = field(default_factory=list)  # of all these tensors, as they came
     numel: int = 0

@@ -68,7 +68,7 @@ class Norms(Reading):
         for group, came in self._squares.items():
             for name, own in _apart(came):
                 found.setdefault(name, {})[group] = own
-        return {name: self._in_order(parts) for name, parts in self._in_models_order(found).items()}
+        return {name: self._in_order(parts).clone() for name, parts in self._in_models_order(found).items()}
 
     def sq_norms(self) -> Tensor:
         """(n,): squared norms over all parameters."""

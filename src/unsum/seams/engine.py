@@ -69,7 +69,7 @@ class Backward:
 class Block(Protocol):
     """Something open that wants to know when a backward begins and ends. One whose `waits_at_parameters` is False does
     not care whether torch brings gradients to parameters. One whose `sets_grad_aside` is True takes every `.grad` away
-    while the backward runs, and puts it back."""
+    while the backward runs, and puts it back. One whose `adds_to_grad` is True adds to it when the backward is over."""
 
     def before_backward(self, call: Backward) -> Sequence[Tensor | GradientEdge] | None:
         """The leaves to which alone torch is to bring gradients, if no other block waits there; None for all."""
@@ -193,7 +193,7 @@ def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any,
     if depth > 1:  # torch may run backwards inside backwards on a thread of their own, if there are many
         _stash(blocks)
     try:
-        for block in sorted(blocks, key=_sets_grad_aside, reverse=True):  # what others read there is this backward's
+        for block in sorted(blocks, key=_handles_grad, reverse=True):
             begun.append(block)
             with exactly():
                 only = block.before_backward(call)
@@ -218,9 +218,7 @@ def _backward(engine: Callable[..., Any], roots: Sequence[Any], args: tuple[Any,
         _local.depth = depth - 1
         if depth > 1:
             _stash(outer)
-        for block in sorted(begun, key=_sets_grad_aside):
-            with exactly():
-                block.after_backward(failed=failed)
+        _end(begun, failed=failed)
 
 
 def is_narrow() -> bool:
@@ -229,8 +227,25 @@ def is_narrow() -> bool:
     return _local.is_narrow
 
 
-def _sets_grad_aside(block: Block) -> bool:
-    return getattr(block, "sets_grad_aside", False)
+def _handles_grad(block: Block) -> tuple[bool, bool]:
+    """The order in which blocks begin; they end in reverse. The first to take `.grad` away is the last to put it back,
+    and blocks that do not, read this backward's there. What a block adds to `.grad` at its end stays there."""
+    return getattr(block, "adds_to_grad", False), getattr(block, "sets_grad_aside", False)
+
+
+def _end(begun: Sequence[Block], *, failed: bool) -> None:
+    """Tell all blocks that the backward is over, also where one of them raises. If the backward itself has raised,
+    nothing takes the place of its error."""
+    error: BaseException | None = None
+    has_raised = failed
+    for block in reversed(begun):
+        try:
+            with exactly():
+                block.after_backward(failed=failed)
+        except BaseException as own:
+            failed, error = True, error or own
+    if error is not None and not has_raised:
+        raise error
 
 
 @contextlib.contextmanager

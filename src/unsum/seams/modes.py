@@ -66,24 +66,19 @@ def exactly() -> Iterator[None]:
     if not kinds:
         yield
         return
-    before, _local.set_aside = getattr(_local, "set_aside", ()), rounding()
+    before, _local.is_set_aside = getattr(_local, "is_set_aside", False), True
     try:
         with contextlib.ExitStack() as stack:
             for kind in kinds:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             yield
     finally:
-        _local.set_aside = before
+        _local.is_set_aside = before
 
 
-def rounding() -> tuple[tuple[str, torch.dtype], ...]:
-    """To what `torch.autocast` rounds what is computed here, by the kind of device."""
-    return tuple([(kind, torch.get_autocast_dtype(kind)) for kind in autocasts()])
-
-
-def rounding_in_hooks() -> tuple[tuple[str, torch.dtype], ...]:
-    """The same of hooks that are called while the backward runs that is about to begin."""
-    return getattr(_local, "set_aside", ()) or rounding()
+def are_hooks_rounded() -> bool:
+    """Whether what a hook computes in the backward that runs, or is about to begin, would be rounded."""
+    return getattr(_local, "is_set_aside", False) or bool(autocasts())
 
 
 def exact(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,6 +24,11 @@ _keys = itertools.count(-1, -1)  # of hooks; torch's own are not negative
 _buffers, _values = attrgetter("_buffers"), methodcaller("values")
 
 
+def _backwards(module: nn.Module) -> bool:
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+
 class Watcher(Protocol):
     """Something open that wants to know of calls of modules."""
 
@@ -63,6 +68,11 @@ def has_hooks_around(module: nn.Module) -> bool:
     """Whether hooks are on what `torch.compile(module)` gives, or on all modules: torch calls them, and compiles what
     they are around."""
     return any(_on_all) or ("dynamo_ctx" in module.__dict__ and any(map(vars(module).get, _HOOKS)))
+
+
+def have_backward_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether hooks of the user's run when a backward has come to any of these modules, or to all modules."""
+    return any(map(_backwards, modules)) or any(_on_all[2:])
 
 
 class _Seam:

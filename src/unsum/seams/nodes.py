@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unsum.seams.hook import Handle
-from unsum.seams.modes import autocasts, exact
+from unsum.seams.modes import are_hooks_rounded, exact
 
 SAVED = "_saved_"  # how the names of what nodes have saved begin
 
@@ -86,13 +86,13 @@ def token(node: Any) -> Token:
 
 def on_node(node: Any, hook: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...] | None]) -> Handle:
     """Call `hook` with the gradients that arrive at a node of the graph, before it runs."""
-    handle: Handle = node.register_prehook(exact(hook) if autocasts() else hook)
+    handle: Handle = node.register_prehook(exact(hook) if are_hooks_rounded() else hook)
     return handle
 
 
 def on_nodes(nodes: Iterable[Any], hooks: Iterable[Callable[..., Any]]) -> list[Handle]:
     """`on_node` for many nodes, each with its own hook."""
-    if autocasts():
+    if are_hooks_rounded():
         hooks = map(exact, hooks)
     return [node.register_prehook(hook) for node, hook in zip(nodes, hooks, strict=True)]
 

@@ -14,11 +14,13 @@ from unsum import samples as sample_maps
 from unsum import seams
 from unsum.gathered import Gradients
 from unsum.graph.nodes import Node, is_leaf
+from unsum.graph.rounded import rounding_of_sums
 from unsum.learn.additive import Sums
 from unsum.learn.setting import Setting
 from unsum.plan.plan import Plan
 from unsum.plan.structure import sizes_of
 from unsum.reducers import SQ_NORMS, Reducer
+from unsum.seams.modes import are_hooks_rounded
 from unsum.seams.scaler import current_scale
 from unsum.seams.tensors import have_hooks
 from unsum.step.arrived import Arrived
@@ -92,6 +94,8 @@ class Step:
         self._options, self._found, self.reducing = options, found, reducing
         self._delivery = Delivery()
         self._arrived = Arrived(setting.wanted, setting.names) if planned.is_checked else None
+        if self._arrived is not None and are_hooks_rounded():  # as autocast does what torch computes, not what we do
+            self._arrived.rounding = rounding_of_sums(torch.bfloat16)
         self._put_back: list[tuple[nn.Parameter, Tensor | None]] = []
         self._sums: list[Sums] = []  # of this backward, and of those that nodes run inside it
         plan, nodes = planned.plan, planned.nodes
@@ -180,6 +184,8 @@ class Step:
                 skipped = skipped - served(plan, self.planned.nodes, self._setting.parameters).parameters
         if not skipped or _listens_to_all():
             return frozenset()
+        if options.grad and seams.have_backward_hooks(self._found.names.modules.values()):
+            return frozenset()  # which may read `.grad` of what the backward has come past
         if not _are_listened(list(wanted.values())):
             return skipped
         return skipped.difference(self._setting.names[key] for key, p in wanted.items() if _are_listened([p]))

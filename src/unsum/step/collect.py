@@ -20,7 +20,7 @@ from unsum.plan.plan import Ends, Meeting, Plan, Route
 from unsum.reducers import SQ_NORMS, Reducer, WeightedSum
 from unsum.step.lanes import Lanes, Waiting, small, waits
 from unsum.step.recordings import Digests
-from unsum.step.unchanged import Held, refuse_changed, versions
+from unsum.step.unchanged import Held, are_changed, refuse_changed, versions
 
 
 class Collector:
@@ -273,7 +273,8 @@ class Collector:
 
     def _complete(self, key: int) -> None:
         self._done.add(key)
-        refuse_changed(self._names[key], self.versions[key])
+        if are_changed(self.versions[key]):
+            refuse_changed(self._names[key])
         self._hand_over(key, self.kinds[key], self.versions[key])
         if not self._keep:
             if self._check:

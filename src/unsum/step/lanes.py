@@ -103,7 +103,7 @@ class Lanes:
         self._leaves = waits.leaves
         self._places: list[int] = []  # of meetings that wait for a launch
         self._tensors: list[Tensor] = []  # what they have left, one after the other
-        self._versions: list[int | None] = []  # of each δ, as it came
+        self._versions: list[int] = []  # of these, as they came
         self._numel = 0
         self._bound = max([HELD.get(p.device.type, 0) for p in [*parameters.values()][:1]], default=0)
 
@@ -123,9 +123,9 @@ class Lanes:
             if tensor is None or tensor.numel() != numel:
                 return False
         self._places.append(place)
-        self._tensors.append(delta)
-        self._tensors += saved
-        self._versions.append(_version(delta))
+        left = (delta, *saved)
+        self._tensors += left
+        self._versions += _versions(left)
         self._numel += size  # of δ: what was saved is there anyway when a backward begins
         if self._numel > self._bound:
             self._launch()
@@ -145,7 +145,7 @@ class Lanes:
         left = self._left[team]
         left.places.append(place)
         left.tensors.append(tensors)
-        left.versions.append(_version(delta))
+        left.versions += _versions(tensors)
         left.numel += size
         self._held += size
         if self._held > BOUND.get(device, 0):
@@ -172,7 +172,7 @@ class Lanes:
         arrangement: Arrangement | None = self._plan.arranged.get(key)
         if is_new := arrangement is None:
             arrangement = arranged(self._plan, places, self._waits.teams, self._waits.launched)
-        self._refuse_changed(places, arrangement.deltas(tensors), versions)
+        self._refuse_changed(places, tensors, versions)
         untried: dict[Meeting, Call] = {}  # the first of each team, by itself
         for team, place, where in arrangement.teams if is_new else ():
             if (mark := ("grouped", team.routes[0].meeting)) not in self._plan.tried:
@@ -188,11 +188,15 @@ class Lanes:
                     if route.meeting in untried:
                         compare(route, untried[route.meeting], squares[k])
 
-    def _refuse_changed(self, places: Sequence[int], deltas: Sequence[Tensor], versions: Sequence[int | None]) -> None:
-        """Raise where a δ that waited was changed in place."""
-        for place, delta, version in zip(places, deltas, versions, strict=True):
-            if version is not None and version_of(delta) != version:
-                refuse_changed(str(self._plan.routes[place][0].parameter), [(delta, version)])
+    def _refuse_changed(self, places: Sequence[int], tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+        """Raise where a δ that waited, or what its node had saved, was changed in place, or its memory was given
+        back."""
+        if _versions(tensors) == versions and all(map(Tensor.data_ptr, tensors)):
+            return
+        whose = [place for place in places for _ in range(1 + len(self._waits.teams[place].reads))]
+        for place, tensor, known, version in zip(whose, tensors, versions, _versions(tensors), strict=True):
+            if version != known or (tensor.numel() and not tensor.data_ptr()):
+                refuse_changed(str(self._plan.routes[place][0].parameter))
 
     # ---- stacked --------------------------------------------------------------------------------------------------
 
@@ -201,19 +205,19 @@ class Lanes:
         self._left[team] = Left(left.size)
         self._held -= left.numel
         alike: dict[Hashable, list[int]] = {}  # of one dtype and on one device
-        self._refuse_changed(left.places, [tensors[0] for tensors in left.tensors], left.versions)
+        self._refuse_changed(left.places, [each for tensors in left.tensors for each in tensors], left.versions)
         for k, tensors in enumerate(left.tensors):
             alike.setdefault(tuple([(t.dtype, t.device) for t in tensors]), []).append(k)
         for same in alike.values():
             self._stacks.apply(team, [left.places[k] for k in same], [left.tensors[k] for k in same])
 
 
-def _version(delta: Tensor) -> int | None:
-    """Which version of δ came; None if its changes are not counted."""
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Which versions of tensors these are; -1 where changes are not counted."""
     try:
-        return version_of(delta)
-    except RuntimeError:  # made in inference mode
-        return None
+        return list(map(version_of, tensors))
+    except RuntimeError:  # some were made in inference mode
+        return [-1 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
 
 
 class Waiting:

@@ -127,7 +127,6 @@ class Arrangement:
     """Which of the tensors that meetings have left goes to which launch: found out once for meetings that come in this
     order."""
 
-    deltas: Callable[[Sequence[Any]], Sequence[Tensor]]  # from all that was left
     launches: Sequence[_Ready]
     teams: Sequence[tuple[Team, int, range]]  # each with the first place that came, and where its tensors are
 
@@ -136,11 +135,9 @@ def arranged(plan: Plan, came: Sequence[int], waits: Mapping[int, Team], served:
     """For meetings at these places, each of which leaves δ and its team's saved tensors."""
     launches: Launches[Route] = Launches()
     lies: dict[Team, list[tuple[int, range]]] = {}  # where the tensors of each meeting are
-    deltas: list[int] = []
     size = 0
     for place in came:
         team = waits[place]
-        deltas.append(size)
         lies.setdefault(team, []).append((place, range(size, size := size + 1 + len(team.reads))))
     slots = list(range(size))  # in place of tensors: the same object for the same tensor
     for team, each in lies.items():
@@ -155,7 +152,7 @@ def arranged(plan: Plan, came: Sequence[int], waits: Mapping[int, Team], served:
         beside = Ends([launch.beside[k] for k in have]) if have else None
         rows = None if len(have) == len(launch.whose) else have
         found.append(_Ready(f"grouped_{launch.name}", launch.n, launch.t, pick, Ends(launch.whose), beside, rows))
-    return Arrangement(picker(deltas), found, [(team, *each[0]) for team, each in lies.items()])
+    return Arrangement(found, [(team, *each[0]) for team, each in lies.items()])
 
 
 # ---- which meetings of a plan are served so -------------------------------------------------------------------------

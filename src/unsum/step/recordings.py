@@ -26,7 +26,6 @@ from unsum.plan.plan import Plan, Route
 from unsum.plan.signature import plain
 from unsum.reducers import SQ_NORMS, Reading, WeightedSum
 from unsum.rules.registry import Call
-from unsum.seams.modes import rounding_in_hooks
 from unsum.step.held import Form, taken_apart
 from unsum.step.lanes import Waiting, small
 
@@ -82,7 +81,7 @@ class Digests:
         self._squared = [reducer.wants for reducer in reducers] == [SQ_NORMS]
         self._put, self._hold, self._deliver = put, hold, deliver
         forms: Hashable = tuple([reducer.wants for reducer in reducers]) if clips is None else clips.held_by_factors
-        config = (waiting is None, forms, fused.is_installed(), skipped, rounding_in_hooks())
+        config = (waiting is None, forms, fused.is_installed(), skipped)
         self._by_name = any(reducer.by_name for reducer in reducers)
         self._served: dict[Any, Any] = plan.recordings.setdefault(config, {})
 

@@ -21,7 +21,6 @@ from unsum.plan.plan import Ends, Plan, Route
 from unsum.plan.teams import Team
 from unsum.reducers import WeightedSum
 from unsum.rules.registry import Call
-from unsum.seams.modes import rounding
 from unsum.step.held import Form, taken_apart
 
 
@@ -98,7 +97,7 @@ class Stacks:
         if len(ends) < len(every) or any(tensor.is_complex() for tensor in given):
             return False
         asked = [self._to.forms(each.names) for each in ends]
-        key = ("held", team, *places, *asked, rounding(), fused.is_installed())
+        key = ("held", team, *places, *asked, fused.is_installed())
         known: list[recorded.Rehearsed] | None = self._plan.arranged.get(key)
         if known is None:
             known = self._plan.arrange(key, [recorded.Rehearsed() for _ in range(1 + len(ends))])

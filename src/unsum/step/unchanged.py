@@ -32,10 +32,15 @@ def versions_of(*tensors: object) -> Held:
     return [(t, version_of(t)) for t in tensors if isinstance(t, Tensor) and not t.is_inference()]
 
 
-def refuse_changed(name: str, held: Sequence[tuple[Tensor, int]]) -> None:
-    """Raise where what is held was changed in place since."""
-    if any([version_of(tensor) != version for tensor, version in held]):  # noqa: C419
-        raise UnsupportedError(
-            f"{name}: a gradient was changed in place (by a hook, perhaps) while unsum still needed it.",
-            write="tensor.register_hook(lambda grad: grad * 2)  # a hook that returns a new tensor",
-        )
+def are_changed(held: Held) -> bool:
+    """Whether any of these was changed in place since."""
+    return any([version_of(tensor) != version for tensor, version in held])  # noqa: C419
+
+
+def refuse_changed(name: str) -> None:
+    """Raise for a parameter of which something that is held was changed in place."""
+    raise UnsupportedError(
+        f"{name}: a gradient was changed in place (by a hook, perhaps), or a saved activation was changed or freed, "
+        "while unsum still needed it.",
+        write="tensor.register_hook(lambda grad: grad * 2)  # a hook that returns a new tensor",
+    )

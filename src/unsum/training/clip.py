@@ -88,6 +88,8 @@ class Clipping:
 class ClipBlock(GradientsBlock):
     """A `gradients` block that clips, and adds what it clipped to `.grad` after every backward."""
 
+    adds_to_grad = True
+
     def __init__(self, model: nn.Module, options: Options, clipping: Clipping) -> None:
         names = Names(model)
         self._clipping, self._wrapper, self._given = clipping, model, choose(names, options.params)
