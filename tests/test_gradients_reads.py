@@ -1,5 +1,7 @@
 """What a `gradients` block answers when it is read: norms, products, sums, parameters by name; and what it refuses."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -65,6 +67,25 @@ def test_small_things():
     with unsum.gradients(model, loss_reduction="mean") as g:
         (model(torch.randn(5, 3)).square().sum(1).mean() + model.weight.square().sum()).backward()
     torch.testing.assert_close(g["weight"].shared(), 2 * model.weight.detach())
+
+
+@in_float64()
+def test_what_is_read_belongs_to_the_reader():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.PReLU(4), nn.Linear(4, 2))
+    norms, x = unsum.Norms(), torch.randn(5, 3)
+    for _ in range(3):
+        with unsum.gradients(model, norms, keep=True) as g:
+            (model(x).square().sum() + model[0].weight.square().sum()).backward()
+        of_each = lambda f: (f.per_sample(), f.sq_norms(), f.shared(), f.sum())
+        reads = {name: functools.partial(of_each, g[name]) for name, _ in model.named_parameters()}
+        reads["all"] = lambda g=g: (g.norms(), g.sq_norms(), norms.norms(), *norms.by_parameter().values())
+        before = {name: [each.clone() for each in read()] for name, read in reads.items()}
+        for read in reads.values():
+            for each in read():
+                each.mul_(0.5).add_(1)
+        for name, read in reads.items():
+            for now, then in zip(read(), before[name], strict=True):
+                assert torch.equal(now, then)
 
 
 @in_float64()

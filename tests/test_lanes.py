@@ -2,10 +2,12 @@
 batch, for every quantity."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
 from reference import per_sample_gradients
+from torch import nn
 
 import unsum
 from lane_nets import Pictures, Words, batch, loss, stages, step
@@ -167,6 +169,37 @@ def test_a_gradient_that_is_changed_while_its_layer_waits_is_refused(request):
         for each in hidden:
             each.register_hook(spoil)
         out.backward()
+
+
+@pytest.mark.parametrize("how", ["zeroed", "freed"])
+@pytest.mark.parametrize("reducer", [unsum.Norms, lambda: unsum.WeightedSum(lambda norms: 1 / norms)])
+def test_an_activation_that_is_changed_while_its_layer_waits_is_refused(reducer, how, request):
+    """One that the backward has no more use for: without unsum nobody would notice."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.Tanh())]).double()
+
+    def spoil(grad, served):
+        if how == "zeroed":
+            served.zero_()
+        else:
+            served.untyped_storage().resize_(0)
+
+    def attach(module, args, out):
+        args[0].register_hook(functools.partial(spoil, served=out.detach()))
+
+    for layer in list(model)[1::2]:
+        layer.register_forward_hook(attach)
+    waits = "stacked" in request.node.callspec.id
+    for k in range(4):
+        x, own = torch.randn(4, 6, dtype=torch.float64), reducer()
+        truth = per_sample_gradients(model, lambda m, x: m(x).square().sum(), x)
+        is_held = (k and waits) or reducer is not unsum.Norms  # when it is learnt, no layer waits
+        refused = pytest.raises(UnsupportedError, match="changed") if is_held else contextlib.nullcontext()
+        with refused, unsum.gradients(model, own, grad=False):
+            model(x).square().sum().backward()
+        if not is_held:
+            wanted = torch.stack([each.flatten(1).square().sum(1) for each in truth.values()]).sum(0).sqrt()
+            torch.testing.assert_close(own.norms(), wanted)
 
 
 def test_a_backward_that_fails_leaves_nothing(monkeypatch):

@@ -3,7 +3,7 @@ means that the graph does not show. And backwards that fail, or reach only some 
 
 import pytest
 import torch
-from reference import per_sample_gradients
+from reference import alone, per_sample_gradients
 from torch import nn
 from torch.nn import functional as F
 
@@ -484,6 +484,38 @@ def test_autocast_does_not_round_what_is_computed_in_the_backward():
         with unsum.gradients(model, unsum.WeightedSum(clip, memory=memory)) as g, torch.autocast("cpu", torch.bfloat16):
             model(x).square().sum().backward()
         assert {value.dtype for value in g[unsum.WeightedSum].sum().values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("layer", "dtype"),
+    [("LSTM", torch.bfloat16), ("GRU", torch.bfloat16), ("linear", torch.bfloat16), ("linear", torch.float16)],
+)
+def test_a_backward_inside_autocast(layer, dtype):
+    torch.manual_seed(0)
+    model = {"LSTM": nn.LSTM(4, 5, batch_first=True), "GRU": nn.GRU(4, 5), "linear": nn.Linear(4, 7)}[layer]
+    output = lambda m, x: m(x) if isinstance(m, nn.Linear) else m(x)[0]
+    for _ in range(5):
+        x = 20 * torch.randn(3, 6, 4) if isinstance(model, nn.Linear) else torch.randn(3, 6, 4)
+        samples = unsum.dim(0 if not isinstance(model, nn.GRU) else 1)
+        truth = alone(model, lambda m, x=x: output(m, x.double()).square().sum((0, 1, 2), keepdim=True).flatten())
+        moments, clipped = unsum.SecondMoment(), unsum.WeightedSum(lambda norms: (1 / norms).clamp_max(1))
+        for block in (
+            unsum.gradients(model, moments, clipped, samples=samples),
+            unsum.clip_per_sample(model, max_norm=1.0, samples=samples),
+        ):
+            model.zero_grad()
+            with block, torch.autocast("cpu", dtype):
+                output(model, x).float().square().sum().backward()
+        with unsum.gradients(model, samples=samples) as g, torch.autocast("cpu", dtype):
+            output(model, x).float().square().sum().backward()
+        torch.testing.assert_close(g.norms(), clipped.norms().double(), rtol=2e-2, atol=0)
+        for name, wanted in truth.items():
+            assert (g[name].sum() - wanted[0]).norm() < 0.03 * wanted[0].norm()
+            squares = g[name].per_sample().square().sum(0)
+            assert squares.isfinite().all()
+            torch.testing.assert_close(
+                moments.sum_squares()[name], squares, rtol=2e-2, atol=1e-2 * float(squares.max())
+            )
 
 
 def test_norms_of_no_samples():

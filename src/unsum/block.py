@@ -31,6 +31,7 @@ from unsum.plan.plan import Meeting, Plan
 from unsum.plan.signature import survey
 from unsum.seams.nodes import current_node
 from unsum.sites import Names, model_in, unwrapped
+from unsum.step.aside import GradAside
 from unsum.step.backward import Options, Reducing, Step
 from unsum.step.forward import Forward
 from unsum.step.meetings import Run
@@ -92,6 +93,7 @@ class GradientsBlock:
         self._keeping: Keeping | None = None  # of these calls, if factors are kept
         self._under_way: list[tuple[bool, Run | None]] = []  # backwards: whether they add to .grad, and their hooks
         self._step: Step | Tapped | None = None  # the outermost of them
+        self._aside: GradAside | None = None  # while one runs that brings no samples, and is not to change `.grad`
         self._over: list[AbstractContextManager[Any]] = []  # of the calls under way: hooks over a checkpoint's
         self.passes = False  # whether calls inside the one under way need not be told
         self._has_graphs = False  # whether a call was made whose backward may come
@@ -228,7 +230,9 @@ class GradientsBlock:
             bool(known) and not call.inputs and _has_checkpoint(seen.nodes)
         )
         if not is_reached and (self._setting.wanted or not known):
-            return None  # of another model, or for something else than parameters
+            if not self._options.grad and self._adds_to_others(call, seen.leaves):
+                self._aside = GradAside(self._names)
+            return None  # of another model, or for something else than the chosen parameters
         if any(isinstance(grad, Tensor) and seams.is_batched(grad) for grad in call.grads):
             raise UnsupportedError(
                 "per-sample gradients cannot be computed from torch.autograd.grad(..., is_grads_batched=True).",
@@ -282,6 +286,11 @@ class GradientsBlock:
         if call.inputs:
             return any(id(given) in wanted for given in call.inputs)
         return any(id(leaf) in wanted for leaf in leaves)
+
+    def _adds_to_others(self, call: seams.Backward, leaves: Iterable[Tensor]) -> bool:
+        """Whether this backward adds to `.grad` of parameters of the model that were not chosen."""
+        own = set(map(id, self._names.parameters.values()))
+        return call.accumulates and any(id(leaf) in own for leaf in call.inputs or leaves)
 
     def _begin_tapped(
         self, call: seams.Backward, nodes: Sequence[Node], tapped: Tapped, calls: frozenset[int]
@@ -352,6 +361,9 @@ class GradientsBlock:
         if self._under_way:
             return
         step, self._step = self._step, None
+        if self._aside is not None:
+            self._aside.put_back()
+            self._aside = None
         self._saved.forget()
         if step is None:
             return  # of another model: nothing was waited for

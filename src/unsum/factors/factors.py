@@ -28,7 +28,7 @@ from unsum.factors.total import Term
 from unsum.factors.windows import Windows
 from unsum.kernels.constants import constant
 from unsum.kernels.product import rows, wide
-from unsum.seams.tensors import version_of
+from unsum.seams.tensors import is_changed
 
 
 @dataclass
@@ -41,8 +41,8 @@ class GroupFactors:
     held: list[tuple[Tensor, int]] = field(default_factory=list)  # tensors among the factors, and their versions
 
     def is_changed(self) -> bool:
-        """Whether a tensor among the factors was changed in place since."""
-        return any(version_of(tensor) != version for tensor, version in self.held)
+        """Whether a tensor among the factors was changed in place since, or freed."""
+        return any(is_changed(tensor, version) for tensor, version in self.held)
 
     def times(self, value: Tensor, power: int = 1) -> Tensor:
         """A result with the scale put in."""
@@ -106,8 +106,7 @@ class Factors:
         if not parts:
             return self._zeros(0, *self.shape)
         found = _joined([part.to(self.dtype) for part in parts])
-        held = [kind.values for share in self._shares for kind in share.kinds if isinstance(kind, Dense)]
-        return self._readers(found) if any(each.data_ptr() == found.data_ptr() for each in held) else found
+        return self._readers(found) if self._is_over and self._is_held(found) else found
 
     def shared(self) -> Tensor:
         """The part of the gradient that belongs to no sample (a weight penalty in the loss); zeros if there is none."""
@@ -321,6 +320,12 @@ class Factors:
                 raise no_outer_products(self.name, type(kind).__name__.lower())
             found.append((share, outer))
         return found
+
+    def _is_held(self, found: Tensor) -> bool:
+        """Whether this lies in the memory of a factor: gradients that came formed, or of one position."""
+        held = [t for kind in self.kinds() for t in vars(kind).values() if isinstance(t, Tensor)]
+        memory = found.untyped_storage().data_ptr()
+        return any(each.untyped_storage().data_ptr() == memory for each in held)
 
     def _readers(self, held: Tensor) -> Tensor:
         """What is held, for whoever reads it: he may change it in place. While the backward runs, only unsum reads."""

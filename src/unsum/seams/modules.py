@@ -28,7 +28,6 @@ def _backwards(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-
 class Watcher(Protocol):
     """Something open that wants to know of calls of modules."""
 

@@ -32,6 +32,11 @@ copy_to: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_  # 
 _clone: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = getattr(torch, "_foreach_clone", None)  # not in 2.11
 
 
+def is_changed(tensor: Tensor, version: int) -> bool:
+    """Whether the memory of a tensor was changed in place since it had this version, or was given back."""
+    return tensor._version != version or (tensor.numel() > 0 and not tensor.data_ptr())
+
+
 def put_version_back(tensor: Tensor, version: int) -> None:
     """The memory of a tensor is as it was at this version: a graph that has saved it then may be walked."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))  # type: ignore[attr-defined]

@@ -24,6 +24,7 @@ from unsum.seams.modes import are_hooks_rounded
 from unsum.seams.scaler import current_scale
 from unsum.seams.tensors import have_hooks
 from unsum.step.arrived import Arrived
+from unsum.step.aside import GradAside
 from unsum.step.collect import Collector
 from unsum.step.deliver import Delivery
 from unsum.step.launches import served
@@ -96,7 +97,7 @@ class Step:
         self._arrived = Arrived(setting.wanted, setting.names) if planned.is_checked else None
         if self._arrived is not None and are_hooks_rounded():  # as autocast does what torch computes, not what we do
             self._arrived.rounding = rounding_of_sums(torch.bfloat16)
-        self._put_back: list[tuple[nn.Parameter, Tensor | None]] = []
+        self._aside: GradAside | None = None
         self._sums: list[Sums] = []  # of this backward, and of those that nodes run inside it
         plan, nodes = planned.plan, planned.nodes
         for reducer in options.reducers:
@@ -141,20 +142,16 @@ class Step:
         """The user's backward begins. Returns the parameters to which torch need not bring gradients."""
         if self._arrived is not None:
             self._arrived.attach(hears)
-        if not self._options.grad:  # set aside, or torch would add to it in place
-            names = self._found.names
-            self._put_back = [(p, p.grad) for p in (*names.parameters.values(), *names.parts.values())]
-            for parameter, stored in self._put_back:
-                if stored is not None:
-                    parameter.grad = None
+        if not self._options.grad:
+            self._aside = GradAside(self._found.names)
         return self._skipped
 
     def end(self, *, failed: bool) -> None:
         """The user's backward is over."""
         if self._arrived is not None:
             self._arrived.detach()
-        for parameter, stored in self._put_back:
-            parameter.grad = stored
+        if self._aside is not None:
+            self._aside.put_back()
         if failed:
             return
         if self._arrived is not None:

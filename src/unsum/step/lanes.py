@@ -26,7 +26,7 @@ from unsum.kernels.grouped import HELD, ROWS
 from unsum.plan.plan import Meeting, Plan
 from unsum.plan.teams import Left, Team
 from unsum.rules.registry import Call
-from unsum.seams.tensors import version_of
+from unsum.seams.tensors import is_changed, version_of
 from unsum.step.launches import Arrangement, Served, arranged, served
 from unsum.step.stacks import Stacks, Taker, compare
 from unsum.step.unchanged import refuse_changed
@@ -194,8 +194,8 @@ class Lanes:
         if _versions(tensors) == versions and all(map(Tensor.data_ptr, tensors)):
             return
         whose = [place for place in places for _ in range(1 + len(self._waits.teams[place].reads))]
-        for place, tensor, known, version in zip(whose, tensors, versions, _versions(tensors), strict=True):
-            if version != known or (tensor.numel() and not tensor.data_ptr()):
+        for place, tensor, version in zip(whose, tensors, versions, strict=True):
+            if version >= 0 and is_changed(tensor, version):
                 refuse_changed(str(self._plan.routes[place][0].parameter))
 
     # ---- stacked --------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from unsum.errors import UnsupportedError
 from unsum.factors.total import Term
-from unsum.seams.tensors import version_of
+from unsum.seams.tensors import is_changed, version_of
 
 Held = list[tuple[Tensor, int]]  # tensors, and which version of them
 
@@ -33,8 +32,8 @@ def versions_of(*tensors: object) -> Held:
 
 
 def are_changed(held: Held) -> bool:
-    """Whether any of these was changed in place since."""
-    return any([version_of(tensor) != version for tensor, version in held])  # noqa: C419
+    """Whether any of these was changed in place since, or freed."""
+    return any([is_changed(tensor, version) for tensor, version in held])  # noqa: C419
 
 
 def refuse_changed(name: str) -> None:

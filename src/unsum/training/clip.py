@@ -246,7 +246,7 @@ class Clip:
         if error is None and block.lacks_backward:
             warn(
                 f"{block.name}: the model was called in the block, and no backward came: nothing is clipped.\n  call "
-                "loss.backward() inside the block, too"
+                "loss.backward() inside the block, too; it must reach the chosen parameters"
             )
 
     def _tell_twice(self) -> None:
