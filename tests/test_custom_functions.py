@@ -181,3 +181,62 @@ def test_a_name_like_one_of_torchs_layers_says_nothing():
         with unsum.gradients(net) as g:
             loss(net, x).backward()
         torch.testing.assert_close(g["weight"].per_sample(), per_sample_gradients(net, loss, x)["weight"])
+
+
+class Overwriting(torch.autograd.Function):
+    """A leaky ReLU that saves its result, and overwrites it in its backward: once nobody notices."""
+
+    @staticmethod
+    def forward(ctx, x, how):
+        y = torch.where(x > 0, x, 0.1 * x)
+        ctx.save_for_backward(y)
+        ctx.how = how
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        slope = torch.where(y > 0, 1.0, 0.1).to(grad)
+        if ctx.how == "unseen":
+            y.data.div_(slope)
+        elif ctx.how == "in place":
+            y.div_(slope)
+        return grad * slope, None
+
+
+class Leaky(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def forward(self, x):
+        return Overwriting.apply(x, self.how)
+
+
+@pytest.mark.parametrize("how", ["unseen", "in place", "not at all"])
+def test_a_function_that_overwrites_what_it_has_saved(how):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), Leaky(how), nn.Linear(6, 6), Leaky(how), nn.Linear(6, 2)).double()
+    for _ in range(4):
+        x = torch.randn(3, 4, dtype=torch.float64)
+        loss = model(x).square().sum()
+        plain = torch.autograd.grad(loss, list(model.parameters()))
+        norms = unsum.Norms()
+        refused = how != "not at all"
+        with unsum.gradients(model, norms):
+            loss = model(x).square().sum()
+            if refused:
+                with pytest.raises(unsum.errors.UnsupportedError, match="OverwritingBackward changes what it has"):
+                    loss.backward()
+            else:
+                loss.backward()
+        if refused:  # and the graph is as it was
+            assert all(p.grad is None for p in model.parameters())
+            loss.backward()
+        for parameter, grad in zip(model.parameters(), plain, strict=True):
+            torch.testing.assert_close(parameter.grad, grad)
+        if not refused:
+            each = per_sample_gradients(model, lambda m, x: m(x).square().sum(), x)
+            wanted = torch.stack([value.flatten(1).square().sum(1) for value in each.values()]).sum(0).sqrt()
+            torch.testing.assert_close(norms.norms(), wanted)
+        model.zero_grad()

@@ -8,6 +8,7 @@ inside its backward (a reentrant checkpoint does): that too is done by hand.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,8 +21,10 @@ from torch.utils.checkpoint import CheckpointError
 from unsum import seams
 from unsum.errors import UnsupportedError
 from unsum.graph.nodes import Edge, Node, is_leaf, ordered, place
-from unsum.seams.nodes import outputs_of
+from unsum.nested import leaves
+from unsum.seams.nodes import current_backward, outputs_of
 from unsum.seams.sharding import POST_BACKWARD
+from unsum.seams.tensors import put_version_back, version_of
 
 Grads = Sequence[Tensor | None]
 
@@ -94,7 +97,7 @@ def _applied(node: Node, grads: Sequence[Tensor], heard: list[Heard] | None) -> 
     """What the backward of a custom Function returns. What it deletes from its context is put back."""
     held = dict(node.__dict__)
     try:
-        with _instead_of_the_engine([] if heard is None else heard):
+        with _instead_of_the_engine([] if heard is None else heard), _unwritten(node):
             return node.apply(*grads)
     except CheckpointError as error:  # what it has saved can be had once alone
         raise UnsupportedError(
@@ -107,6 +110,39 @@ def _applied(node: Node, grads: Sequence[Tensor], heard: list[Heard] | None) -> 
         ) from error
     finally:
         node.__dict__.update(held)
+
+
+_tried: weakref.WeakSet[Any] = weakref.WeakSet()  # nodes that were seen to leave what they saved as it is
+
+
+@contextlib.contextmanager
+def _unwritten(node: Node) -> Iterator[None]:
+    """Raise where a custom Function writes to what it has saved, by ways that torch does not see perhaps, and put it
+    back: called once, nobody would notice. Looked at in a node's first call, outside the backward."""
+    if current_backward() != -1 or node in _tried:
+        yield
+        return
+    held = [tensor for _, tensor in leaves([node.saved_tensors, node.__dict__]) if tensor.layout == torch.strided]
+    before = [(tensor, version_of(tensor), tensor.clone()) for tensor in held if not tensor.is_inference()]
+    yield
+    changed = [(t, v, c) for t, v, c in before if version_of(t) != v or not _is_same(t, c)]
+    for tensor, version, copy in changed:
+        tensor.data.copy_(copy)
+        put_version_back(tensor, version)
+    if changed:
+        raise UnsupportedError(
+            f"the backward of {node.name()} changes what it has saved, so it cannot be run a second time, which "
+            "per-sample gradients need.",
+            write=[
+                "y, = ctx.saved_tensors; y = y / 2  # in its backward: out of place",
+                "with unsum.gradients(model, params='head.*') as g: ...  # parameters that lie after it alone",
+            ],
+        )
+    _tried.add(node)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def zeros(node: Node, output: int) -> Tensor:
