@@ -303,6 +303,8 @@ class GradientsBlock:
                 "outputs, come between.",
                 write="with unsum.gradients(compiled._orig_mod) as g: ...  # and call compiled._orig_mod in the block",
             )
+        if not self._options.grad and call.inputs and call.accumulates:
+            self._aside = GradAside(self._names)
         tapped.reducing = Reducing(self._options, self._found, calls, tapped.n)
         self._step = tapped
         try:

@@ -19,7 +19,7 @@ from unsum.compiled.instrument import Graph, Instrumentation, hold, instrumented
 from unsum.compiled.parts import Course, Part, Run, Wires, edges_of
 from unsum.compiled.pattern import Ambiguous, Leaf, Unknown, Untappable
 from unsum.compiled.raw_inputs import lines_of
-from unsum.compiled.tapped import Outlet
+from unsum.compiled.tapped import Guard, Outlet
 from unsum.graph.nodes import Node
 from unsum.learn.sides import Sides
 from unsum.reducers.tap import Tap
@@ -111,6 +111,7 @@ class Call:
     leaf: Leaf
     make_tap: Callable[[tuple[int, ...]], Tensor]
     in_cuda_graphs: bool
+    guard: Guard | None  # of graphs that do not compute the gradients of parameters
     outlets: list[Outlet] = field(default_factory=list)
     between: list[list[Node]] = field(default_factory=list)  # nodes before each part, and after the last
     ran: int = 0  # parts
@@ -140,8 +141,9 @@ class Call:
         taps = [
             shape for form in forms for shape in form.shapes(n.value, None if positions is None else positions.value)
         ]
+        none = frozenset[int]()  # a part that leaves nothing is as torch compiles it
         trace = Instrumentation(
-            [part.pattern for part in parts], forms, self._chosen(names), self.frozen, len(taps),
+            [part.pattern for part in parts], forms, self._chosen(names), self.frozen if names else none, len(taps),
             in_cuda_graphs=self.in_cuda_graphs, inputs=lines_of(graph),
         )  # fmt: skip
         if forms:
@@ -242,6 +244,8 @@ class Call:
         *outputs, held = part.run(*given, *taps, *(each for each, _ in self._given(forms)))
         if held.grad_fn is None:
             raise Untappable("the backend does not differentiate what it compiles")
+        if self.guard is not None:
+            seams.on_node(held.grad_fn, self.guard)
         self.outlets.append(Outlet(weakref.ref(taps[0]), graph, forms, len(taps), names))
         return tuple(outputs)
 

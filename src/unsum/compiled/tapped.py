@@ -16,6 +16,7 @@ from unsum.compiled.instrument import Graph
 from unsum.errors import UnsupportedError
 from unsum.graph.nodes import Edge, Node, is_leaf, ordered, place
 from unsum.reducers.tap import Tap
+from unsum.seams.nodes import current_node, will_run
 from unsum.seams.tensors import copies
 
 
@@ -70,6 +71,35 @@ class Outlet:
         return [nexts[k][0].variable for k in self._at]
 
 
+class Guard:
+    """A hook on a compiled graph that computes no gradients of parameters, since its block wants none: raises if
+    another backward than the block's comes there for them. (It holds nothing of the graph.)"""
+
+    __slots__ = ("_frozen", "is_open")
+
+    def __init__(self, frozen: frozenset[int]) -> None:
+        self._frozen, self.is_open = frozen, False
+
+    def __call__(self, grads: Sequence[Tensor | None]) -> None:
+        if self.is_open:
+            return
+        for child, _ in current_node().next_functions:
+            if child is not None and is_leaf(child) and id(child.variable) in self._frozen and will_run(child):
+                raise not_computed()
+
+
+def not_computed() -> UnsupportedError:
+    """The error for a backward that asks for gradients that a compiled graph does not compute."""
+    return UnsupportedError(
+        "this call of the compiled model ran in a block that wants no .grad (grad=False, or clipping), and the "
+        "gradients of parameters were left out when it was compiled: another backward would find zeros.",
+        write=[
+            "loss = loss_fn(compiled(x), y)  # call the model again, outside the block, and differentiate that",
+            "with unsum.gradients(compiled, reducer) as g: ...  # with grad=True",
+        ],
+    )
+
+
 @dataclass
 class Tapped:
     """A call that ran compiled: as one graph, or in parts."""
@@ -83,6 +113,7 @@ class Tapped:
     edges: frozenset[Edge]  # the places of the outputs that may lead to the loss
     inside: frozenset[Node] = frozenset()  # nodes of its parts
     beside: Beside | None = None  # layers between its parts
+    guard: Guard | None = None  # of its graphs, if gradients of parameters are not computed there
     is_begun: bool = False  # whether it had a backward
     is_last: bool = False  # whether the backward under way, or the last one, lets go of the graph
     reducing: Any = None  # the reducers, while it has one
@@ -110,11 +141,15 @@ class Tapped:
     def wait(self) -> None:
         """The backward begins."""
         self.is_begun = True
+        if self.guard is not None:
+            self.guard.is_open = True
         for outlet in self.outlets:
             outlet.wait()
 
     def let_go(self) -> None:
         """Take the hooks away."""
+        if self.guard is not None:
+            self.guard.is_open = False
         for outlet in self.outlets:
             outlet.let_go()
         if self.beside is not None:

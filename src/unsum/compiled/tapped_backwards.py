@@ -12,11 +12,12 @@ from torch.autograd.graph import GradientEdge
 from unsum import seams
 from unsum.compiled.pattern import leaf_of
 from unsum.compiled.remembered import refuse
-from unsum.compiled.tapped import Outlet, Tapped
+from unsum.compiled.tapped import Guard, Outlet, Tapped, not_computed
 from unsum.errors import UnsupportedError
 from unsum.factors.factors import Factors, GroupFactors
 from unsum.graph.nodes import Node, is_leaf
 from unsum.plan.plan import Meeting
+from unsum.reducers import SQ_NORMS
 from unsum.reducers.tap import Tap
 
 
@@ -45,8 +46,14 @@ class TappedBackwards:
 
     @property
     def frozen(self) -> frozenset[int]:
-        """The ids of the parameters whose gradients nobody wants."""
-        return frozenset() if self._grad else self._own
+        """The ids of the parameters whose gradients are not computed, since nobody wants them. With norms alone they
+        are: they come with the norms, and a weighted backward may follow."""
+        with_norms = all(getattr(reducer, "wants", None) == SQ_NORMS for reducer in self._reducers)
+        return frozenset() if self._grad or with_norms else self._own
+
+    def guard(self) -> Guard | None:
+        """What is to be put on the graphs of a call; None if they compute all gradients."""
+        return Guard(self.frozen) if self.frozen else None
 
     def expect(self, tapped: Tapped) -> None:
         """A call has run compiled."""
@@ -77,6 +84,8 @@ class TappedBackwards:
                 "the loss does not come from all parts of the compiled model, as it did when it was learnt.\n"
                 "  from now on the model runs eagerly in this block: call it again"
             )
+        if not call.accumulates and not self.frozen.isdisjoint(map(id, call.inputs)):
+            raise not_computed()
         self._refuse_some(call, nodes, tapped)
         for leaf, _, outlet in leaves:
             outlet.find(nodes, leaf)

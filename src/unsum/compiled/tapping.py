@@ -39,7 +39,7 @@ from unsum.compiled.pattern import (
 )
 from unsum.compiled.rehearsal import Rehearsals, put_back
 from unsum.compiled.remembered import Key, Memory, Record, memory_of, refuse
-from unsum.compiled.tapped import Outlet, Tapped
+from unsum.compiled.tapped import Guard, Outlet, Tapped
 from unsum.compiled.tapped_backwards import TappedBackwards
 from unsum.graph.nodes import Node, edge_of
 from unsum.kernels import fused
@@ -74,7 +74,7 @@ class Tapping:
         self._model, self._names, self._forward = model, names, forward
         self._wanted = wanted
         self._by_id = {id(p): name for name, p in wanted.items()}
-        self._reducers, self._grad = reducers, grad
+        self._reducers = reducers
         self._forms: list[Tap] | None = None
         self.rehearsals = Rehearsals(model, forward, self._by_id)
         self._by_names: dict[frozenset[str], list[Tap]] = {}  # taps for the parameters of parts
@@ -163,7 +163,7 @@ class Tapping:
         if any(form.calls_python for form in self._forms) and not calls_python(module):
             raise Untappable("Python (a function of the norms, or factors to keep) cannot run inside a CUDA graph")
         forms = self.backwards.keys, chosen
-        what = (key.rest, known.identity, forms, tuple(self._wanted), self._grad)
+        what = (key.rest, known.identity, forms, tuple(self._wanted), bool(self.backwards.frozen))
         while True:
             place = memory.place(what, key.sizes)
             record = memory.records.get(place) or Record(compiled_with_taps(module), reuses_memory(module))
@@ -220,9 +220,11 @@ class Tapping:
             raise
         if held.grad_fn is None or trace.graph is None:
             raise Untappable("the backend does not differentiate what it compiles")
+        if (guard := self.backwards.guard()) is not None:
+            seams.on_node(held.grad_fn, guard)
         outlet = Outlet(weakref.ref(taps[0]), trace.graph, self._forms, len(taps), frozenset(self._wanted))
         learnt = trace.graph.pattern
-        self._passed(output, learnt.cut, learnt.used, look, before, [outlet], record, key)
+        self._passed(output, learnt.cut, learnt.used, look, before, [outlet], record, key, guard)
         return output
 
     def _passed(
@@ -235,6 +237,7 @@ class Tapping:
         outlets: Sequence[Outlet],
         record: Record,
         key: Hashable,
+        guard: Guard | None,
         inside: frozenset[Node] = frozenset(),
         beside: Beside | None = None,
     ) -> None:
@@ -244,7 +247,9 @@ class Tapping:
         at = lambda which: [tensors[k] for k in sorted(which) if k < len(tensors) and tensors[k].grad_fn is not None]
         call = self._forward.passed(at(cut), look.n, look.positions)
         edges = frozenset(edge_of(tensor) for tensor in at(used))
-        self.backwards.expect(Tapped(call, look.n, before, outlets, record.reuses_memory, key, edges, inside, beside))
+        self.backwards.expect(
+            Tapped(call, look.n, before, outlets, record.reuses_memory, key, edges, inside, beside, guard)
+        )
 
     def _tap(self, shape: tuple[int, ...]) -> Tensor:
         """Zeros, all of which are one number in memory."""
@@ -269,13 +274,13 @@ class Tapping:
         own = memory.of(key, wanted)
         courses = [each for each in own or memory.alike(key, wanted) if isinstance(each, Course)]
         sizes = key.sizes if is_static(module) else None
-        what = (key.rest, "parts", sizes, self.backwards.keys, tuple(self._wanted), self._grad)
+        what = (key.rest, "parts", sizes, self.backwards.keys, tuple(self._wanted), bool(self.backwards.frozen))
         record = memory.records.get(what) or Record(compiled_in_parts(module), reuses_memory(module))
         memory.keep(what, record, key.sizes)
         before = self.backwards.samples()
         call = outlets.Call(
             courses, bool(own), self._wanted, self._forms_of, self.backwards.frozen, look.n, look.positions,
-            before, leaf_of(self._by_id), self._tap, record.reuses_memory,
+            before, leaf_of(self._by_id), self._tap, record.reuses_memory, self.backwards.guard(),
         )  # fmt: skip
         self._make_ready()
         try:
@@ -289,7 +294,8 @@ class Tapping:
             raise
         beside = Beside(course, call.between, self._wanted) if course.beside else None
         self._passed(
-            output, course.cut, course.used, look, before, call.outlets, record, key.rest, call.inside(), beside
+            output, course.cut, course.used, look, before, call.outlets, record, key.rest, call.guard,
+            call.inside(), beside,
         )  # fmt: skip
         log.debug("unsum: the compiled model ran compiled: %d samples, in %d parts", look.n, call.ran)
         return output

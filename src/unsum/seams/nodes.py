@@ -84,6 +84,14 @@ def token(node: Any) -> Token:
     return found
 
 
+def will_run(node: Any) -> bool:
+    """Whether the backward that runs in this thread comes to this node."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # a leaf whose gradient torch.autograd.grad returns
+        return True
+
+
 def on_node(node: Any, hook: Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...] | None]) -> Handle:
     """Call `hook` with the gradients that arrive at a node of the graph, before it runs."""
     handle: Handle = node.register_prehook(exact(hook) if are_hooks_rounded() else hook)
