@@ -18,7 +18,7 @@ from unsum import seams
 from unsum.compiled.instrument import Graph, Instrumentation, hold, instrumented, tracing
 from unsum.compiled.parts import Course, Part, Run, Wires, edges_of
 from unsum.compiled.pattern import Ambiguous, Leaf, Unknown, Untappable
-from unsum.compiled.raw_inputs import lines_of
+from unsum.compiled.raw_inputs import RawTensors, lines_of
 from unsum.compiled.tapped import Guard, Outlet
 from unsum.graph.nodes import Node
 from unsum.learn.sides import Sides
@@ -38,7 +38,8 @@ def as_they_are(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: A
     done = lines_of(graph)
 
     def run(*given: Any) -> Any:
-        sides, runs = _local.rehearsal
+        sides, runs, raw = _local.rehearsal
+        came = raw.describe(given)
         own = [each.view_as(each) if _is_computed(each) else each for each in given]
         pairs = [(each, before) for each, before in zip(own, given, strict=True) if each is not before]
         for each, before in pairs:
@@ -51,7 +52,8 @@ def as_they_are(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: A
         finally:
             seams.unwatch(sides)
         writes = versions != [version_of(each) for each in begins]
-        runs.append(Run(tuple(places), edges_of(outputs), writes, done))
+        raw.add(len(runs), outputs)
+        runs.append(Run(tuple(places), edges_of(outputs), writes, done, came))
         return outputs
 
     return run
@@ -62,10 +64,10 @@ def _is_computed(given: Any) -> bool:
 
 
 @contextmanager
-def rehearsing_parts(sides: Sides) -> Iterator[list[Run]]:
+def rehearsing_parts(sides: Sides, raw: RawTensors) -> Iterator[list[Run]]:
     """Parts are watched while they run. Yields what is known of each that ran."""
     runs: list[Run] = []
-    _local.rehearsal = sides, runs
+    _local.rehearsal = sides, runs, raw
     try:
         yield runs
     finally:
@@ -111,6 +113,7 @@ class Call:
     leaf: Leaf
     make_tap: Callable[[tuple[int, ...]], Tensor]
     in_cuda_graphs: bool
+    raw: RawTensors
     guard: Guard | None  # of graphs that do not compute the gradients of parameters
     outlets: list[Outlet] = field(default_factory=list)
     between: list[list[Node]] = field(default_factory=list)  # nodes before each part, and after the last
@@ -209,7 +212,7 @@ class Call:
         structure, told = part.known_as(names)
         wires, between = self._wires.describe([edge for edge in edges_of(given) if edge[0] is not None])
         self.between.append(between)
-        learnt = self._follow(frozenset(names), structure, wires)
+        learnt = self._follow(frozenset(names), structure, (wires, self.raw.describe(given)))
         if not names:
             outputs = part.run(*given)
         else:
@@ -217,6 +220,7 @@ class Call:
                 raise self._unknown("a part is compiled for parameters in another order")
             outputs = self._tapped(part, given, Graph(learnt.pattern, told), learnt.names)
         self._wires.add(self.ran, edges_of(outputs))
+        self.raw.add(self.ran, outputs)
         self.ran += 1
         return outputs
 

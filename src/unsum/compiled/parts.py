@@ -38,6 +38,7 @@ class Run:
     outputs: tuple[Edge, ...]  # (None, 0) for one without a gradient
     writes: bool  # whether it changes such an input in place
     inputs: Lines  # what is done to inputs before a parameter meets them
+    raw: tuple[Hashable, ...]  # where tensors without a history come from that it is given
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def course(
     for k, run in enumerate(runs):
         lead, nodes_before = wires.describe([begin.next_functions[0] for begin in run.begins])
         between.append(nodes_before)
-        part, at = _part(plan, nodes, run, leaf, lead)
+        part, at = _part(plan, nodes, run, leaf, (lead, run.raw))
         for name in part.names:
             if home.setdefault(name, k) != k:
                 raise Untappable(f"{name} meets data in two compiled parts")

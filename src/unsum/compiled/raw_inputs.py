@@ -1,13 +1,14 @@
 """What a compiled graph does with its inputs before any parameter meets them. In the graph of autograd this leaves no
-node: `x.flip(0)` before the first layer is not to be told from `x` there. So what torch has taken down is compared."""
+node: `x.flip(0)` before the first layer is not to be told from `x` there. So what torch has taken down is compared, and
+between the parts of a model with graph breaks, where nothing is taken down, which tensors come to which part."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unsum.nested import leaves
 from unsum.seams.operators import hint
@@ -21,6 +22,8 @@ def lines_of(graph: torch.fx.GraphModule) -> Lines:
     places: dict[torch.fx.Node, Hashable] = {}  # of what is computed of inputs
     lines: list[Hashable] = []
     for node in graph.graph.nodes:
+        for inner in _inside(graph, node):  # of a checkpoint, say
+            lines.append(("inside", tuple([places.get(each) for each in node.all_input_nodes]), lines_of(inner)))
         made = node.meta.get("example_value")
         tensors = [tensor for _, tensor in leaves(made)]
         if not tensors or any(tensor.requires_grad for tensor in tensors):
@@ -31,6 +34,44 @@ def lines_of(graph: torch.fx.GraphModule) -> Lines:
             lines.append((node.op, _name(node.target), _told(node.args, places), _told(node.kwargs, places)))
             places[node] = len(lines)
     return tuple(lines)
+
+
+def _inside(graph: torch.fx.GraphModule, node: torch.fx.Node) -> list[torch.fx.GraphModule]:
+    """The graphs that an operation of this node runs."""
+    named = [getattr(graph, str(each.target), None) for each in node.all_input_nodes if each.op == "get_attr"]
+    return [each for each in named if isinstance(each, torch.fx.GraphModule)]
+
+
+class RawTensors:
+    """The tensors without a history that come to the parts of one call: given to the call, or made by a part."""
+
+    def __init__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        self._held: list[Tensor] = []  # or another could have the id of one that is gone
+        self._from: dict[int, Hashable] = {}
+        self._own = {id(each) for each in (*model.parameters(), *model.buffers())}
+        for k, (_, tensor) in enumerate(leaves((args, kwargs))):
+            self._add(tensor, ("given", k))
+
+    def _add(self, tensor: Tensor, where: Hashable) -> None:
+        self._held.append(tensor)
+        self._from.setdefault(id(tensor), where)
+
+    def add(self, part: int, outputs: Sequence[Any]) -> None:
+        """What a part has returned."""
+        for k, each in enumerate(outputs):
+            if isinstance(each, Tensor) and each.grad_fn is None:
+                self._add(each, ("part", part, k))
+
+    def describe(self, given: Sequence[Any]) -> tuple[Hashable, ...]:
+        """Of each such tensor that a part is given: where it comes from. MADE: from between the parts."""
+        return tuple([self._where(each) for each in given if isinstance(each, Tensor) and each.grad_fn is None])
+
+    def _where(self, tensor: Tensor) -> Hashable:
+        known = "own" if id(tensor) in self._own else self._from.get(id(tensor))
+        return known if known is not None or tensor.numel() > 1 else "one number"
+
+
+MADE = None
 
 
 def _name(target: Any) -> str:

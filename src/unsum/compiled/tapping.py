@@ -37,6 +37,7 @@ from unsum.compiled.pattern import (
     leaf_of,
     reason,
 )
+from unsum.compiled.raw_inputs import RawTensors
 from unsum.compiled.rehearsal import Rehearsals, put_back
 from unsum.compiled.remembered import Key, Memory, Record, memory_of, refuse
 from unsum.compiled.tapped import Guard, Outlet, Tapped
@@ -280,7 +281,8 @@ class Tapping:
         before = self.backwards.samples()
         call = outlets.Call(
             courses, bool(own), self._wanted, self._forms_of, self.backwards.frozen, look.n, look.positions,
-            before, leaf_of(self._by_id), self._tap, record.reuses_memory, self.backwards.guard(),
+            before, leaf_of(self._by_id), self._tap, record.reuses_memory, RawTensors(inner, args, kwargs),
+            self.backwards.guard(),
         )  # fmt: skip
         self._make_ready()
         try:

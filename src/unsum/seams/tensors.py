@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from unsum.seams.hook import Handle, Hook
 from unsum.seams.nodes import current_backward, on_node
+from unsum.seams.operators import is_stand_in
 
 _is_in_vmap, _is_in_old_vmap = torch._C._functorch.is_batchedtensor, torch._C._functorch.is_legacy_batchedtensor
 _keys = itertools.count(-1, -1)  # of hooks; torch's own are not negative
@@ -34,7 +35,9 @@ _clone: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = getattr(torch, "
 
 def is_changed(tensor: Tensor, version: int) -> bool:
     """Whether the memory of a tensor was changed in place since it had this version, or was given back."""
-    return tensor._version != version or (tensor.numel() > 0 and not tensor.data_ptr())
+    if tensor._version != version:
+        return True
+    return not is_stand_in(tensor) and tensor.numel() > 0 and not tensor.data_ptr()
 
 
 def put_version_back(tensor: Tensor, version: int) -> None:
