@@ -1,5 +1,7 @@
 """Compiled models that run eagerly and say so, and uses of their outputs that are refused."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -21,7 +23,7 @@ def messages(caplog):
 class NoRule(nn.Module):
     """A weight in an operation for which there is no rule."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.scale = nn.Linear(6, 4), nn.Parameter(torch.rand(4))
 
@@ -69,7 +71,7 @@ def test_a_graph_break_is_no_error(fullgraph, compiled_calls):
 class Rolls(nn.Module):
     """Samples change places, or not."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.shift, self.first, self.last = 0, nn.Linear(4, 4), nn.Linear(4, 3)
 
@@ -145,7 +147,7 @@ def test_modes_are_learnt_apart(compiled_calls):
 
 
 class TwoHeads(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.body, self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 3)
 
@@ -273,3 +275,73 @@ def test_two_losses_with_a_backward_each(same, compiled_calls, caplog):
             torch.testing.assert_close(sums.sum()[name], each.sum(0))
     assert bool(compiled_calls) == same
     assert same or "have a backward each" in messages(caplog)
+
+
+class InACheckpoint(nn.Module):
+    """A layer whose input is turned inside a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.is_turned = nn.Linear(2, 1, bias=False), False
+
+    def part(self, x):
+        return self.layer(x.flip(0) if self.is_turned else x)
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.part, x, use_reentrant=False)
+
+
+class BetweenParts(InACheckpoint):
+    """A layer whose input is turned in a function that torch does not compile."""
+
+    @torch._dynamo.disable
+    def moved(self, x):
+        return x.flip(0) if self.is_turned else x
+
+    def forward(self, x):
+        return self.layer(self.moved(x))
+
+
+@pytest.mark.parametrize("kind", [InACheckpoint, BetweenParts])
+def test_rows_that_begin_to_move_where_no_node_shows_it(kind, compiled_calls):
+    torch.manual_seed(0)
+    model = kind().double()
+    compiled = torch.compile(model, backend="aot_eager")
+    for k in range(7):
+        model.is_turned = k >= 4
+        x, norms = torch.randn(3, 2, dtype=torch.float64), unsum.Norms()
+        refused = pytest.raises(unsum.errors.UnknownSamples) if model.is_turned else contextlib.nullcontext()
+        with refused, unsum.gradients(compiled, norms):
+            compiled(x).sum().backward()
+        if not model.is_turned:
+            torch.testing.assert_close(norms.norms(), x.norm(dim=1))
+    assert compiled_calls
+
+
+class WithToken(nn.Module):
+    """A class token before the others, as vision transformers have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, 4))
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(torch.cat([self.token.expand(len(x), -1, -1), self.first(x)], 1).tanh())[:, 0]
+
+
+def test_a_batch_of_one_sample_does_not_end_compiled_calls(compiled_calls):
+    torch.manual_seed(0)
+    model = WithToken().double()
+    compiled = torch.compile(model, backend="aot_eager")
+    ran = []
+    for n in (8, 8, 8, 1, 1, 1, 8, 8):
+        before, norms, x = len(compiled_calls), unsum.Norms(), torch.randn(n, 5, 4, dtype=torch.float64)
+        with unsum.gradients(compiled, norms):
+            compiled(x).square().sum().backward()
+        ran.append(len(compiled_calls) > before)
+        each = per_sample_gradients(model, lambda m, x: m(x).square().sum(), x)
+        wanted = torch.stack([value.flatten(1).square().sum(1) for value in each.values()]).sum(0).sqrt()
+        torch.testing.assert_close(norms.norms(), wanted)
+    assert ran[2]
+    assert ran[-1]

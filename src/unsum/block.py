@@ -212,6 +212,7 @@ class GradientsBlock:
             return seams.NOTHING
         with seams.alone(self) as is_alone:
             output = tapping.call(module, args, kwargs) if is_alone else seams.NOTHING
+        self._has_graphs |= output is not seams.NOTHING
         self._found.forwards = len(self._forward.calls.made)
         return output
 

@@ -63,12 +63,11 @@ class RawTensors:
                 self._add(each, ("part", part, k))
 
     def describe(self, given: Sequence[Any]) -> tuple[Hashable, ...]:
-        """Of each such tensor that a part is given: where it comes from. MADE: from between the parts."""
-        return tuple([self._where(each) for each in given if isinstance(each, Tensor) and each.grad_fn is None])
-
-    def _where(self, tensor: Tensor) -> Hashable:
-        known = "own" if id(tensor) in self._own else self._from.get(id(tensor))
-        return known if known is not None or tensor.numel() > 1 else "one number"
+        """Of each such tensor that a part is given: where it comes from. MADE: from between the parts. (Of single
+        numbers, such as torch makes of a Python number, nothing is said: they have no rows.)"""
+        raw = [each for each in given if isinstance(each, Tensor) and each.grad_fn is None]
+        found = [(each, "own" if id(each) in self._own else self._from.get(id(each), MADE)) for each in raw]
+        return tuple([where for each, where in found if where is not MADE or each.numel() > 1])
 
 
 MADE = None

@@ -134,7 +134,8 @@ class Rehearsals:
         except NotLasting as error:
             log.info("unsum: the compiled model runs eagerly in this batch: %s", error)
         except Untappable as error:
-            memory.refused[key.rest] = str(error)
+            # With one sample all that there is may be its: what cannot be followed there, can with several.
+            memory.refused[key if plan.n == 1 else key.rest] = str(error)
             log.info("unsum: the compiled model runs eagerly in this block: %s", error)
 
     def _refuse_another(self, cut: frozenset[tuple[int, int]]) -> None:

@@ -105,7 +105,7 @@ class Tapping:
         self.rehearsals.drop()
         assert self._forms is not None
         wanted = (key.rest, self.backwards.keys)
-        if key.rest in memory.refused or wanted in memory.refused:
+        if not memory.refused.keys().isdisjoint((key, key.rest, wanted)):
             return seams.NOTHING
         if memory.ambiguous.get(key) == len(memory.patterns):  # nothing was learnt since
             return seams.NOTHING
