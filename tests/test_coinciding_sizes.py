@@ -3,6 +3,7 @@ refused by name where nothing shows it. Lists whose items may be samples, and in
 
 import pytest
 import torch
+from reference import per_sample_gradients
 from torch import nn
 from torch.nn import functional as F
 
@@ -330,3 +331,22 @@ def test_layers_that_are_made_by_their_first_forward():
 def test_a_dimension_is_a_whole_number(k):
     with pytest.raises(SamplesError, match="dim"):
         unsum.dim(k)
+
+
+@pytest.mark.parametrize("where", ["the forward", "the whole step"])
+def test_as_many_samples_as_outputs_under_autocast(where):
+    """Autocast copies the input in another dtype before the first layer sees it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    for _ in range(5):
+        x = torch.randn(4, 5, 8)
+        with unsum.gradients(model, unsum.Norms()) as g:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x).float().square().sum()
+                if where == "the whole step":
+                    loss.backward()
+            if where == "the forward":
+                loss.backward()
+        each = per_sample_gradients(model, lambda m, x: m(x).square().sum(), x)
+        wanted = torch.stack([value.flatten(1).square().sum(1) for value in each.values()]).sum(0).sqrt()
+        torch.testing.assert_close(g[unsum.Norms].norms().double(), wanted, rtol=3e-2, atol=0)

@@ -148,16 +148,18 @@ def _called_on(
 
 
 def of_copy(extent: Extent, tensor: Tensor, saved: Tensor) -> Layout | None:
-    """The layout of a tensor that a node has saved, if it is a copy of a remembered one, in the order of its numbers or
-    with the first two dimensions exchanged; None if it is not, or if both orders fit and differ in the owners."""
-    if saved.numel() != tensor.numel() or saved.dtype != tensor.dtype or saved.device != tensor.device:
+    """The layout of a tensor that a node has saved, if it is a copy of a remembered one (in another dtype, as autocast
+    makes them), in the order of its numbers or with the first two dimensions exchanged; None if it is not, or if both
+    orders fit and differ in the owners."""
+    if saved.numel() != tensor.numel() or not saved.is_floating_point() or saved.device != tensor.device:
         return None
+    copied = tensor.detach().to(saved.dtype)
     owners = extent.owners_of(tensor)
     if owners is None:
         return None
     found: list[Tensor] = []
     for order in (lambda t: t, lambda t: t.transpose(0, 1)):
-        if torch.equal(order(tensor.detach()).reshape(saved.shape), saved):
+        if torch.equal(order(copied).reshape(saved.shape), saved):
             found.append(order(owners).reshape(saved.shape))
     if not found or not all(torch.equal(found[0], other) for other in found[1:]):
         return None
