@@ -345,3 +345,31 @@ def test_a_batch_of_one_sample_does_not_end_compiled_calls(compiled_calls):
         torch.testing.assert_close(norms.norms(), wanted)
     assert ran[2]
     assert ran[-1]
+
+
+class Regional(nn.Module):
+    """A model of which one block is compiled by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 3)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(h + self.block(h))
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 1), (1, 1, 4), (4, 1, 5, 1)], ids=str)
+def test_a_forward_is_watched_past_a_block_that_is_compiled_by_itself(sizes):
+    torch.manual_seed(0)
+    model, same = Regional().double(), Regional().double()
+    same.load_state_dict(model.state_dict())
+    model.block.compile(backend="aot_eager")
+    for n in sizes:
+        x = torch.randn(n, 5, 4, dtype=torch.float64)
+        found, wanted = unsum.TokenNorms(), unsum.TokenNorms()
+        for each, tokens in ((model, found), (same, wanted)):
+            with unsum.gradients(each, tokens):
+                each(x).square().sum().backward()
+        assert found.left_out == wanted.left_out
+        torch.testing.assert_close(found.norms(), wanted.norms())

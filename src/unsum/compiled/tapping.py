@@ -89,7 +89,9 @@ class Tapping:
         """Run a compiled module with taps; `seams.NOTHING` if it is to run eagerly."""
         inner = unwrapped(module)
         name = self._names.get(id(inner))
-        if name is None:
+        if (
+            name is None or self._forward.is_inside
+        ):  # a part that is compiled by itself: the watch over the call goes on
             return seams.NOTHING
         if seams.has_hooks_around(module):
             log.info("unsum: the compiled model runs eagerly in this block: %s", HOOKS_AROUND)
