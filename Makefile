@@ -13,7 +13,7 @@ PEERS := opacus opt_einsum backpack-for-pytorch unfoldNd einops dattri-llm typin
 CURVATURE_PEERS := kronfluence curvlinops-for-pytorch einops einconv opt_einsum backpack-for-pytorch unfoldNd linear_operator jaxtyping wadler_lindig
 
 # Scripts that no test runs, many of them for a GPU alone: that the names they use are there, and calls fit.
-SCRIPTS := --config-file= --ignore-missing-imports --follow-imports=silent --check-untyped-defs \
+SCRIPTS := --config-file= --cache-dir=.mypy_cache/scripts --ignore-missing-imports --follow-imports=silent --check-untyped-defs \
 	$(foreach code,arg-type misc assignment union-attr call-overload index var-annotated operator dict-item,--disable-error-code $(code))
 
 .PHONY: demo test check package bench lds gpu-architectures gpu-deps tune docs format clean
