@@ -1,11 +1,9 @@
 """A checkpoint runs the forward again inside the backward: no call is counted twice, no edit is lost."""
 
-import contextlib
 import gc
 
 import pytest
 import torch
-from reference import per_sample_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -349,51 +347,3 @@ def test_many_steps_inside_one_block_do_not_pile_up(pair):
                 gc.collect()
                 objects.append(len(gc.get_objects()))
     assert objects[1] - objects[0] < 100  # not one for each step
-
-
-@pytest.mark.parametrize("begins", [0, 3], ids=["always", "from the fourth step on"])
-@pytest.mark.parametrize("where", ["around the call", "inside the model"])
-def test_hooks_that_give_each_saved_tensor_once(where, begins):
-    """As offloading does that lets go of what it gives back."""
-    store, asked, is_on = {}, [], [False]
-
-    def pack(tensor):
-        store[len(asked), len(store)] = tensor
-        return next(reversed(store))
-
-    def unpack(key):
-        asked.append(key)
-        return store.pop(key)
-
-    def offloading():
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack) if is_on[0] else contextlib.nullcontext()
-
-    class Inside(nn.Sequential):
-        def forward(self, x):
-            with offloading() if where == "inside the model" else contextlib.nullcontext():
-                return super().forward(x)
-
-    torch.manual_seed(0)
-    model = Inside(nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 3)).double()
-    names = [name for name, _ in model.named_parameters()]
-    for step in range(6):
-        is_on[0] = False
-        x = torch.randn(5, 4, dtype=torch.float64)
-        each = per_sample_gradients(model, lambda m, x: m(x).square().sum(), x)
-        is_on[0] = step >= begins
-        norms = unsum.Norms()
-        model.zero_grad()
-        with unsum.gradients(model, norms):
-            with offloading() if where == "around the call" else contextlib.nullcontext():
-                loss = model(x).square().sum()
-            if where == "inside the model" and step == begins == 3:  # a known forward is not watched: docs/limits.md
-                with pytest.raises(KeyError):
-                    loss.backward()
-                store.clear()
-                continue
-            loss.backward()
-        assert not store
-        wanted = torch.stack([each[name].flatten(1).square().sum(1) for name in names]).sum(0).sqrt()
-        torch.testing.assert_close(norms.norms(), wanted)
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter.grad, each[name].sum(0))

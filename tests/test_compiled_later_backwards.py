@@ -105,6 +105,25 @@ def test_clipping_of_a_forward_whose_backward_comes_too_late(compiled_calls):
         loss.backward()
 
 
+@pytest.mark.parametrize("reducer", ["norms", "moments"])
+def test_a_block_that_is_opened_between_forward_and_backward_leaves_grad_alone(reducer, compiled_calls):
+    model, compiled = build(False)
+    critic = nn.Linear(3, 1).double()
+    for k in range(6):
+        x, _, _ = batch(k)
+        before = [torch.full_like(p, 7) for p in model.parameters()]
+        for parameter, grad in zip(model.parameters(), before, strict=True):
+            parameter.grad = grad
+        with unsum.gradients(compiled, REDUCERS[reducer](), grad=False):
+            made = compiled(x)
+            with unsum.gradients(critic, unsum.Norms()):
+                critic(made).square().sum().backward()
+        for parameter, grad in zip(model.parameters(), before, strict=True):
+            assert parameter.grad is grad
+            assert bool((grad == 7).all())
+    assert compiled_calls
+
+
 def test_inputs_that_are_given_leave_grad_alone(compiled_calls):
     model, compiled = build(False)
     before = torch.ones_like(model.first.weight)

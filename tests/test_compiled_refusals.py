@@ -373,3 +373,45 @@ def test_a_forward_is_watched_past_a_block_that_is_compiled_by_itself(sizes):
                 each(x).square().sum().backward()
         assert found.left_out == wanted.left_out
         torch.testing.assert_close(found.norms(), wanted.norms())
+
+
+NUMBERS = torch.rand(6, dtype=torch.float64)
+
+
+class WithConstants(nn.Module):
+    """Parts that are given tensors which are neither parameters nor buffers, but were there before."""
+
+    def __init__(self, kind) -> None:
+        super().__init__()
+        self.first, self.last, self.kind = nn.Linear(4, 6), nn.Linear(6, 3), kind
+        self.scale, self.listed = torch.rand(6, dtype=torch.float64), [torch.rand(6, dtype=torch.float64)]
+        self.register_buffer("table", torch.rand(9, dtype=torch.float64))
+
+    def forward(self, x):
+        h = self.first(x).tanh()
+        torch._dynamo.graph_break()
+        if self.kind == "rows of a buffer":
+            for _ in range(2):
+                h = h * self.table[:6]
+                torch._dynamo.graph_break()
+        else:
+            h = h * {"an attribute": self.scale, "in a list": self.listed[0], "of the file": NUMBERS}[self.kind]
+        return self.last(h)
+
+
+@pytest.mark.parametrize("kind", ["an attribute", "in a list", "of the file", "rows of a buffer"])
+def test_parts_that_are_given_constants_run_compiled(kind, compiled_calls):
+    torch.manual_seed(0)
+    model = WithConstants(kind).double()
+    compiled = torch.compile(model, backend="aot_eager")
+    ran = []
+    for n in (5, 5, 5, 5, 3, 3, 3, 5):
+        before, norms, x = len(compiled_calls), unsum.Norms(), torch.randn(n, 4, dtype=torch.float64)
+        with unsum.gradients(compiled, norms):
+            compiled(x).square().sum().backward()
+        ran.append(len(compiled_calls) > before)
+        each = per_sample_gradients(model, lambda m, x: m(x).square().sum(), x)
+        wanted = torch.stack([value.flatten(1).square().sum(1) for value in each.values()]).sum(0).sqrt()
+        torch.testing.assert_close(norms.norms(), wanted)
+    assert ran[3]
+    assert ran[-1]

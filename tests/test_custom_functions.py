@@ -240,3 +240,60 @@ def test_a_function_that_overwrites_what_it_has_saved(how):
             wanted = torch.stack([value.flatten(1).square().sum(1) for value in each.values()]).sum(0).sqrt()
             torch.testing.assert_close(norms.norms(), wanted)
         model.zero_grad()
+
+
+class Doubling(torch.autograd.Function):
+    """Saves a tensor that its backward does not read."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+class Scratching(torch.autograd.Function):
+    """Uses memory of its own, and a counter, in every backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.work, ctx.count, ctx.like = torch.empty_like(x), torch.zeros(()), x.to("meta")
+        ctx.save_for_backward(x)
+        return torch.tanh(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        ctx.count += 1
+        torch.mul(grad, 1 - torch.tanh(x) ** 2, out=ctx.work)
+        return ctx.work.clone()
+
+
+class Around(nn.Module):
+    def __init__(self, function, overwrites):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.function, self.overwrites = function, overwrites
+
+    def forward(self, x):
+        h = self.first(x)
+        y = self.function.apply(h)
+        if self.overwrites:
+            h += 1
+        return self.last(y + h)
+
+
+@pytest.mark.parametrize(("function", "overwrites"), [(Doubling, True), (Doubling, False), (Scratching, False)])
+def test_a_function_whose_backward_leaves_what_it_saved_alone(function, overwrites):
+    torch.manual_seed(0)
+    model = Around(function, overwrites).double()
+    for _ in range(4):
+        x, norms = torch.randn(3, 4, dtype=torch.float64), unsum.Norms()
+        with unsum.gradients(model, norms):
+            model(x).square().sum().backward()
+        each = per_sample_gradients(model, lambda m, x: m(x).square().sum(), x)
+        wanted = torch.stack([value.flatten(1).square().sum(1) for value in each.values()]).sum(0).sqrt()
+        torch.testing.assert_close(norms.norms(), wanted)

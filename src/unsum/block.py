@@ -304,7 +304,8 @@ class GradientsBlock:
                 "outputs, come between.",
                 write="with unsum.gradients(compiled._orig_mod) as g: ...  # and call compiled._orig_mod in the block",
             )
-        if not self._options.grad and call.inputs and call.accumulates:
+        is_narrowed = not call.inputs and seams.is_alone_at_parameters(seams.here())  # by what `only` gives
+        if not self._options.grad and call.accumulates and not is_narrowed:
             self._aside = GradAside(self._names)
         tapped.reducing = Reducing(self._options, self._found, calls, tapped.n)
         self._step = tapped

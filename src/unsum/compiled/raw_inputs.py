@@ -4,6 +4,7 @@ between the parts of a model with graph breaks, where nothing is taken down, whi
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from unsum.nested import leaves
 from unsum.seams.operators import hint
+from unsum.seams.tensors import memory_number
 
 Lines = tuple[Hashable, ...]
 """One for each operation: what is called, and with what. Sizes are the numbers that they stood for."""
@@ -43,12 +45,18 @@ def _inside(graph: torch.fx.GraphModule, node: torch.fx.Node) -> list[torch.fx.G
 
 
 class RawTensors:
-    """The tensors without a history that come to the parts of one call: given to the call, or made by a part."""
+    """The tensors without a history that come to the parts of one call: the model's own, given to the call, made by a
+    part, or CONSTANT: seen in an earlier call, and still there. Others are MADE, between the parts perhaps, where
+    nobody sees of what."""
 
-    def __init__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+    def __init__(
+        self, model: nn.Module, args: Any, kwargs: Any, seen: weakref.WeakValueDictionary[int, Tensor]
+    ) -> None:
+        self._seen = seen  # of earlier calls, by id
         self._held: list[Tensor] = []  # or another could have the id of one that is gone
         self._from: dict[int, Hashable] = {}
-        self._own = {id(each) for each in (*model.parameters(), *model.buffers())}
+        own = [*model.parameters(), *model.buffers()]
+        self._own, self._memory = set(map(id, own)), {memory_number(each) for each in own} - {-1}
         for k, (_, tensor) in enumerate(leaves((args, kwargs))):
             self._add(tensor, ("given", k))
 
@@ -63,14 +71,26 @@ class RawTensors:
                 self._add(each, ("part", part, k))
 
     def describe(self, given: Sequence[Any]) -> tuple[Hashable, ...]:
-        """Of each such tensor that a part is given: where it comes from. MADE: from between the parts. (Of single
-        numbers, such as torch makes of a Python number, nothing is said: they have no rows.)"""
+        """Of each such tensor that a part is given: where it comes from. (Of single numbers, such as torch makes of a
+        Python number, nothing is said: they have no rows.)"""
         raw = [each for each in given if isinstance(each, Tensor) and each.grad_fn is None]
-        found = [(each, "own" if id(each) in self._own else self._from.get(id(each), MADE)) for each in raw]
+        found = [(each, self._where(each)) for each in raw]
         return tuple([where for each, where in found if where is not MADE or each.numel() > 1])
 
+    def _where(self, tensor: Tensor) -> Hashable:
+        key = id(tensor)
+        if key in self._own or memory_number(tensor) in self._memory:
+            return "own"
+        if key in self._from:
+            return self._from[key]
+        if self._seen.get(key) is tensor:
+            return CONSTANT
+        self._seen[key] = tensor
+        self._add(tensor, MADE)
+        return MADE
 
-MADE = None
+
+MADE, CONSTANT = None, "constant"
 
 
 def _name(target: Any) -> str:

@@ -16,7 +16,7 @@ from unsum import seams
 from unsum.compiled.compile import rehearsing, taken_down, taken_down_in_parts
 from unsum.compiled.outlets import rehearsing_parts
 from unsum.compiled.parts import Run, course
-from unsum.compiled.pattern import NotLasting, Spoilt, Untappable, leaf_of, made, pattern
+from unsum.compiled.pattern import Ambiguous, NotLasting, Spoilt, Untappable, leaf_of, made, pattern
 from unsum.compiled.raw_inputs import MADE, Lines, RawTensors
 from unsum.compiled.remembered import Key, memory_of
 from unsum.graph.nodes import Edge, Node, edge_of, ordered
@@ -29,6 +29,9 @@ from unsum.seams.tensors import version_of
 from unsum.step.forward import Forward
 
 log = logging.getLogger("unsum")
+
+
+_TRIES = 2  # rehearsals of parts that are given tensors from elsewhere: constants are known from the second on
 
 
 @dataclass
@@ -94,13 +97,18 @@ class Rehearsals:
                 memory.in_parts |= {key.rest} if is_graph_break(error) else set()
             return self._taken_down(candidate, inner, args, kwargs, refuse_parts)
         refuse_parts()
-        with rehearsing_parts(watcher, RawTensors(self._model, args, kwargs)) as runs, put_back(inner, args, kwargs):
+        with (
+            rehearsing_parts(watcher, RawTensors(self._model, args, kwargs, memory.seen)) as runs,
+            put_back(inner, args, kwargs),
+        ):
             output = memory.rehearsal(key, lambda: taken_down_in_parts(module))(inner, args, kwargs)
             roots = [tensor.grad_fn for _, tensor in leaves(output) if tensor.grad_fn is not None]
             if any(is_compiled_graph(node) for node in ordered(roots)):
                 raise Untappable("it has graph breaks, and calls something that is compiled by itself")
             if any(MADE in run.raw for run in runs):  # not watched: the call is made again, eagerly
-                raise Untappable("between its compiled parts a tensor is made, perhaps of the input's rows")
+                memory.made[key.rest] = times = memory.made.get(key.rest, 0) + 1
+                kind = Untappable if times > _TRIES else Ambiguous
+                raise kind("between its compiled parts a tensor is made, perhaps of the input's rows")
         candidate.runs = runs
         return output
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from unsum.compiled.parts import Course
 from unsum.compiled.pattern import Pattern
@@ -51,6 +51,8 @@ class Memory:
     records: OrderedDict[Hashable, Record] = field(default_factory=OrderedDict)
     refused: dict[Hashable, str] = field(default_factory=dict)  # why calls cannot run compiled
     ambiguous: dict[Key, int] = field(default_factory=dict)  # sizes that could not be told apart; how many were known
+    seen: weakref.WeakValueDictionary[int, Tensor] = field(default_factory=weakref.WeakValueDictionary)  # by parts
+    made: dict[Hashable, int] = field(default_factory=dict)  # how often parts were given tensors that nobody knew
     missed: dict[tuple[Hashable, Key], int] = field(default_factory=dict)  # how often calls were not what was learnt
 
     def learnt(self, key: Key, new: Pattern | Course) -> None:

@@ -122,7 +122,8 @@ class Tapping:
                     memory.ambiguous[key] = len(memory.patterns)
                     log.info("unsum: the compiled model runs eagerly in this batch: %s", error)
                     return seams.NOTHING
-                except Unknown:  # a rehearsal shows it, if it can be shown
+                except Unknown as error:  # a rehearsal shows it, if it can be shown
+                    log.info("unsum: the compiled model runs eagerly in this batch: %s", error)
                     memory.missed[wanted, key] = memory.missed.get((wanted, key), 0) + 1
                     if memory.missed[wanted, key] > _TRIES:
                         raise
@@ -136,6 +137,10 @@ class Tapping:
             if found is not None and cause(found) is None:
                 raise found from found.__cause__  # the model's own error
             raise
+        except Ambiguous as error:
+            self.rehearsals.drop()
+            watch_again(self._model)
+            log.info("unsum: the compiled model runs eagerly in this batch: %s", error)
         except Exception as error:
             self.rehearsals.drop()
             watch_again(self._model)
@@ -283,7 +288,7 @@ class Tapping:
         before = self.backwards.samples()
         call = outlets.Call(
             courses, bool(own), self._wanted, self._forms_of, self.backwards.frozen, look.n, look.positions,
-            before, leaf_of(self._by_id), self._tap, record.reuses_memory, RawTensors(inner, args, kwargs),
+            before, leaf_of(self._by_id), self._tap, record.reuses_memory, RawTensors(inner, args, kwargs, memory.seen),
             self.backwards.guard(),
         )  # fmt: skip
         self._make_ready()

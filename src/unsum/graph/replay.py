@@ -21,7 +21,6 @@ from torch.utils.checkpoint import CheckpointError
 from unsum import seams
 from unsum.errors import UnsupportedError
 from unsum.graph.nodes import Edge, Node, is_leaf, ordered, place
-from unsum.nested import leaves
 from unsum.seams.nodes import current_backward, outputs_of
 from unsum.seams.sharding import POST_BACKWARD
 from unsum.seams.tensors import put_version_back, version_of
@@ -117,18 +116,19 @@ _tried: weakref.WeakSet[Any] = weakref.WeakSet()  # nodes that were seen to leav
 
 @contextlib.contextmanager
 def _unwritten(node: Node) -> Iterator[None]:
-    """Raise where a custom Function writes to what it has saved, by ways that torch does not see perhaps, and put it
-    back: called once, nobody would notice. Looked at in a node's first call, outside the backward."""
-    if current_backward() != -1 or node in _tried:
+    """Raise where a custom Function writes to the tensors that it has saved, by ways that torch does not see perhaps,
+    and put them back: called once, nobody would notice. Looked at in a node's first call, outside the backward."""
+    held = [] if current_backward() != -1 or node in _tried else _saved_by(node)
+    before = [(tensor, version_of(tensor), tensor.clone()) for tensor in held]
+    changed = []
+    try:
         yield
-        return
-    held = [tensor for _, tensor in leaves([node.saved_tensors, node.__dict__]) if tensor.layout == torch.strided]
-    before = [(tensor, version_of(tensor), tensor.clone()) for tensor in held if not tensor.is_inference()]
-    yield
-    changed = [(t, v, c) for t, v, c in before if version_of(t) != v or not _is_same(t, c)]
-    for tensor, version, copy in changed:
-        tensor.data.copy_(copy)
-        put_version_back(tensor, version)
+    finally:
+        changed = [(t, v, c) for t, v, c in before if version_of(t) != v or not _is_same(t, c)]
+        for tensor, version, copy in changed:
+            with contextlib.suppress(RuntimeError):  # several of its places may be one in memory
+                tensor.data.copy_(copy)
+                put_version_back(tensor, version)
     if changed:
         raise UnsupportedError(
             f"the backward of {node.name()} changes what it has saved, so it cannot be run a second time, which "
@@ -138,7 +138,18 @@ def _unwritten(node: Node) -> Iterator[None]:
                 "with unsum.gradients(model, params='head.*') as g: ...  # parameters that lie after it alone",
             ],
         )
-    _tried.add(node)
+    if before:
+        _tried.add(node)
+
+
+def _saved_by(node: Node) -> list[Tensor]:
+    """What a custom Function has saved, as far as it can be read and written."""
+    try:
+        saved = node.saved_tensors
+    except RuntimeError:  # changed in place since: its backward does not read it, or fails by itself
+        return []
+    found = [each for each in saved if isinstance(each, Tensor) and each.layout == torch.strided]
+    return [each for each in found if not each.is_meta and not each.is_inference()]
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

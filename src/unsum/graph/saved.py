@@ -1,8 +1,8 @@
-"""Reading what nodes have saved under hooks for saved tensors, more than once.
+"""Reading what nodes have saved inside a checkpoint, more than once.
 
 A non-reentrant checkpoint lets each saved tensor be unpacked once in a backward, and computes its region again for the
-first; hooks of the user's may do the same. A node that is called again needs its tensors again. While such hooks are on
-top, hooks of ours go over them that ask once and keep the answer until they are told to forget.
+first. A node that is called again needs its tensors again. While torch's own hooks are on top, hooks of ours go over
+them that ask torch once and keep the answer until they are told to forget.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RESULT = f"{SAVED}result"
 
 
 class _Box:
-    """What the hooks below have packed, and the tensor once it was unpacked."""
+    """What torch's checkpoint has packed, and the tensor once it was unpacked."""
 
     __slots__ = ("inner", "tensor", "unpack")
 
@@ -58,17 +58,17 @@ def memory_of(tensor: Tensor) -> int | None:
 
 
 class Saved:
-    """Keeps what checkpoints and hooks of the user's unpack, for the time of a sweep or of a backward."""
+    """Keeps what checkpoints unpack, for the time of a sweep or of a backward."""
 
     def __init__(self) -> None:
         self._open: list[_Box] = []
         self._reading = 0  # whether it is we who read, inside a backward
-        self.is_needed = False  # whether there were hooks for saved tensors: a checkpoint's, or the user's
+        self.is_needed = False  # whether there was a checkpoint
 
     def over_checkpoint(self) -> AbstractContextManager[Any]:
-        """Hooks of ours for what is computed within, if others are on top."""
+        """Hooks of ours for what is computed within, if a checkpoint's own are on top."""
         top = saved_hooks(True)
-        if top is None or getattr(top[1], "__self__", None) is self:
+        if top is None or "_checkpoint_hook." not in getattr(top[1], "__qualname__", ""):
             return contextlib.nullcontext()
         pack, unpack = top
         self.is_needed = True
