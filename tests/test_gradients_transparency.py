@@ -189,5 +189,5 @@ def test_parameters_spread_over_processes_are_refused():
 
     model = mlp()
     model[0].weight = nn.Parameter(torch.Tensor._make_subclass(DTensor, torch.ones(5, D)))
-    with pytest.raises(UnsupportedError, match="DTensor"), unsum.gradients(model):
-        pass
+    with pytest.raises(UnsupportedError, match="DTensor"):
+        unsum.gradients(model)

@@ -30,7 +30,7 @@ from unsum.learn.sides import Sides
 from unsum.plan.plan import Meeting, Plan
 from unsum.plan.signature import survey
 from unsum.seams.nodes import current_node
-from unsum.sites import Names, model_in, unwrapped
+from unsum.sites import Names, unwrapped
 from unsum.step.aside import GradAside
 from unsum.step.backward import Options, Reducing, Step
 from unsum.step.forward import Forward
@@ -48,7 +48,9 @@ class GradientsBlock:
 
     # More than twelve attributes: one for each part that a call or a backward is handed to, from open to close.
     def __init__(self, model: nn.Module, options: Options) -> None:
-        self._model, self._options = model_in(model), options
+        self._names = Names(model)
+        _refuse(self._names)
+        self._model, self._options = self._names.model, options
         self._open = False
 
     def __enter__(self) -> Gradients:
@@ -56,8 +58,9 @@ class GradientsBlock:
             raise OptionError("this block is open already; make another one with unsum.gradients(...)")
         seams.refuse_capturing("unsum.gradients")
         options = self._options
-        self._names = Names(self._model)  # its modules and parameters may have changed since the block was made
-        _refuse(self._names)
+        if not self._names.are_still_right():  # since the block was made
+            self._names = Names(self._model)
+            _refuse(self._names)
         self._open = True
         chosen = choose(self._names, options.params)
         self._found = Gradients(self._names, chosen, options.samples, options.reducers, keep=options.keep)

@@ -23,7 +23,7 @@ from torch import nn
 from unsum.errors import SiteError, UnsupportedError
 from unsum.nested import format_path, parse_path
 from unsum.seams.sharding import Sharded, sharded_parameters
-from unsum.tree import Found, ParameterNames, Tree, recall, remember
+from unsum.tree import Found, ParameterNames, Tree, is_as_it_was, recall, remember
 from unsum.types import KINDS, Kind, Path
 
 Where = str | type | Callable[[str, nn.Module], bool]
@@ -133,29 +133,24 @@ def is_container(thing: object) -> bool:
     return holds and type(thing).forward is nn.Module.forward  # type: ignore[attr-defined]
 
 
-def model_in(model: nn.Module) -> nn.Module:
-    """The model itself, inside what others have put around it. Raises if it is no module."""
-    if not isinstance(model, nn.Module):
-        raise SiteError(f"expected an nn.Module (or None, for marks alone), got {type(model).__name__}")
-    return unwrapped(model)
-
-
 class Names:
     """The modules and parameters of a model under the user's own names: wrappers (DDP, FSDP, `torch.compile`,
     checkpoint wrappers) do not show. A module or parameter that is in several places has several names."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model_in(model)
+        if not isinstance(model, nn.Module):
+            raise SiteError(f"expected an nn.Module (or None, for marks alone), got {type(model).__name__}")
+        self.model = unwrapped(model)
         self.modules: dict[str, nn.Module] = {}
         self._found: Found = {}
-        tree: Tree | None
+        self._tree: Tree | None
         if (known := recall(self.model)) is not None:
-            self.modules, tree = known
+            self.modules, self._tree = known
             self._found = known[1].found
         else:
             self._add(self.model, "", set())
-            tree = remember(self.model, self.modules, self._found)
-        self._parameter_names = ParameterNames() if tree is None else tree.parameters
+            self._tree = remember(self.model, self.modules, self._found)
+        self._parameter_names = ParameterNames() if self._tree is None else self._tree.parameters
 
     @functools.cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -179,6 +174,14 @@ class Names:
     @functools.cached_property
     def _sharded(self) -> dict[tuple[int, str], Sharded]:
         return sharded_parameters(self.model)
+
+    def are_still_right(self) -> bool:
+        """Whether the model has the same modules and parameters as when it was read."""
+        modules = list(self.modules.values())
+        if self._tree is None or self._sharded or not is_as_it_was(self._tree, modules):
+            return False
+        now = [p for module in modules for p in module._parameters.values() if p is not None]
+        return list(map(id, now)) == list(map(id, self.parameters.values()))
 
     def _named_parameters(self) -> Iterable[tuple[tuple[str, str], nn.Parameter | None]]:
         """The name of each parameter and that of its module, and the parameter; None for one that is not there."""

@@ -99,3 +99,8 @@ def recall(model: nn.Module) -> tuple[dict[str, nn.Module], Tree] | None:
     if list(map(len, tables)) != tree.sizes or list(map(id, _held(tables, tree.parents))) != tree.ids:
         return None
     return dict(zip(tree.names, modules, strict=True)), tree
+
+
+def is_as_it_was(tree: Tree, modules: Sequence[nn.Module]) -> bool:
+    """Whether these modules, which are those of a tree that was recalled a moment ago, still hold each other so."""
+    return tree.is_whole and list(map(id, _held([module._modules for module in modules], tree.parents))) == tree.ids
