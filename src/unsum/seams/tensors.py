@@ -37,7 +37,9 @@ def is_changed(tensor: Tensor, version: int) -> bool:
     """Whether the memory of a tensor was changed in place since it had this version, or was given back."""
     if tensor._version != version:
         return True
-    return not is_stand_in(tensor) and tensor.numel() > 0 and not tensor.data_ptr()
+    if is_stand_in(tensor) or tensor.numel() == 0 or tensor.data_ptr():
+        return False
+    return not tensor._is_zerotensor()  # which has no memory from the beginning
 
 
 def put_version_back(tensor: Tensor, version: int) -> None:
