@@ -28,7 +28,7 @@ from unsum.seams.modes import watch as watch
 from unsum.seams.modules import NOTHING as NOTHING
 from unsum.seams.modules import called_after as called_after
 from unsum.seams.modules import has_hooks_around as has_hooks_around
-from unsum.seams.modules import have_backward_hooks as have_backward_hooks
+from unsum.seams.modules import hear_of_backwards as hear_of_backwards
 from unsum.seams.modules import is_compiled as is_compiled
 from unsum.seams.modules import off_call as off_call
 from unsum.seams.modules import on_call as on_call

@@ -69,7 +69,7 @@ def has_hooks_around(module: nn.Module) -> bool:
     return any(_on_all) or ("dynamo_ctx" in module.__dict__ and any(map(vars(module).get, _HOOKS)))
 
 
-def have_backward_hooks(modules: Iterable[nn.Module]) -> bool:
+def hear_of_backwards(modules: Iterable[nn.Module]) -> bool:
     """Whether hooks of the user's run when a backward has come to any of these modules, or to all modules."""
     return any(map(_backwards, modules)) or any(_on_all[2:])
 

@@ -181,7 +181,7 @@ class Step:
                 skipped = skipped - served(plan, self.planned.nodes, self._setting.parameters).parameters
         if not skipped or _listens_to_all():
             return frozenset()
-        if options.grad and seams.have_backward_hooks(self._found.names.modules.values()):
+        if options.grad and seams.hear_of_backwards(self._found.names.modules.values()):
             return frozenset()  # which may read `.grad` of what the backward has come past
         if not _are_listened(list(wanted.values())):
             return skipped
