@@ -31,6 +31,11 @@ def per_sample_gradients(model: nn.Module, loss, *batch: Tensor) -> dict[str, Te
     return alone(model, lambda m: (loss(m, *(t[i : i + 1] for t in batch)) for i in range(len(batch[0]))))
 
 
+def norms_of_all(each: dict[str, Tensor]) -> Tensor:
+    """(n,): the norm of each sample's gradient over all parameters, from {parameter: (n, *shape)}."""
+    return torch.stack([value.flatten(1).square().sum(1) for value in each.values()]).sum(0).sqrt()
+
+
 def gradient_of(function, *values: Tensor) -> list[Tensor]:
     """The gradient of a scalar function at these values, in float64, each value a leaf of its own."""
     leaves = [v.detach().double().requires_grad_() for v in values]

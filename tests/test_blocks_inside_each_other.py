@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import per_sample_gradients
+from reference import norms_of_all, per_sample_gradients
 from torch import nn
 
 import unsum
@@ -24,7 +24,7 @@ def batches(count):
 
 def clipped(model, x, bound):
     each = per_sample_gradients(model, loss, x)
-    norms = torch.stack([value.flatten(1).square().sum(1) for value in each.values()]).sum(0).sqrt()
+    norms = norms_of_all(each)
     return {name: torch.einsum("n,n...->...", (bound / norms).clamp(max=1), value) for name, value in each.items()}
 
 
@@ -128,7 +128,7 @@ def test_a_block_sees_the_model_as_it_is_when_it_opens():
         with block:
             loss(model, x).backward()
         each = per_sample_gradients(model, loss, x)
-        wanted = torch.stack([value.flatten(1).square().sum(1) for value in each.values()]).sum(0).sqrt()
+        wanted = norms_of_all(each)
         torch.testing.assert_close(norms.norms(), wanted)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import per_sample_gradients
+from reference import norms_of_all, per_sample_gradients
 from torch import nn
 
 import unsum
@@ -24,7 +24,7 @@ def squares(model, x):
 
 def clipped_sum(model, x, limit):
     each = per_sample_gradients(model, squares, x)
-    norms = torch.stack([grad.flatten(1).square().sum(1) for grad in each.values()]).sum(0).sqrt()
+    norms = norms_of_all(each)
     return {name: torch.einsum("n,n...->...", (limit / norms).clamp(max=1), grad) for name, grad in each.items()}
 
 

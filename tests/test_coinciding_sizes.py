@@ -3,7 +3,7 @@ refused by name where nothing shows it. Lists whose items may be samples, and in
 
 import pytest
 import torch
-from reference import per_sample_gradients
+from reference import norms_of_all, per_sample_gradients
 from torch import nn
 from torch.nn import functional as F
 
@@ -348,5 +348,5 @@ def test_as_many_samples_as_outputs_under_autocast(where):
             if where == "the forward":
                 loss.backward()
         each = per_sample_gradients(model, lambda m, x: m(x).square().sum(), x)
-        wanted = torch.stack([value.flatten(1).square().sum(1) for value in each.values()]).sum(0).sqrt()
+        wanted = norms_of_all(each)
         torch.testing.assert_close(g[unsum.Norms].norms().double(), wanted, rtol=3e-2, atol=0)

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.utils.checkpoint
-from reference import per_sample_gradients
+from reference import norms_of_all, per_sample_gradients
 from torch import nn
 
 import unsum
@@ -341,7 +341,7 @@ def test_a_batch_of_one_sample_does_not_end_compiled_calls(compiled_calls):
             compiled(x).square().sum().backward()
         ran.append(len(compiled_calls) > before)
         each = per_sample_gradients(model, lambda m, x: m(x).square().sum(), x)
-        wanted = torch.stack([value.flatten(1).square().sum(1) for value in each.values()]).sum(0).sqrt()
+        wanted = norms_of_all(each)
         torch.testing.assert_close(norms.norms(), wanted)
     assert ran[2]
     assert ran[-1]
@@ -411,7 +411,7 @@ def test_parts_that_are_given_constants_run_compiled(kind, compiled_calls):
             compiled(x).square().sum().backward()
         ran.append(len(compiled_calls) > before)
         each = per_sample_gradients(model, lambda m, x: m(x).square().sum(), x)
-        wanted = torch.stack([value.flatten(1).square().sum(1) for value in each.values()]).sum(0).sqrt()
+        wanted = norms_of_all(each)
         torch.testing.assert_close(norms.norms(), wanted)
     assert ran[3]
     assert ran[-1]

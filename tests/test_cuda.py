@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import per_sample_gradients
+from reference import norms_of_all, per_sample_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -247,7 +247,7 @@ def test_convolutions_with_channels_last(dtype):
     model = nn.Sequential(layer(3, 32, 3), layer(32, 32, 1), layer(32, 64, 3), nn.Flatten(), nn.Linear(64 * 64, 3))
     model, x = model.eval(), torch.randn(4, 3, 8, 8)
     wanted = per_sample_gradients(model, lambda m, x: m(x).square().sum(), x)
-    norms = torch.stack([value.flatten(1).square().sum(1) for value in wanted.values()]).sum(0).sqrt()
+    norms = norms_of_all(wanted)
     model = model.to("cuda", dtype, memory_format=torch.channels_last)
     x = x.to("cuda", dtype, memory_format=torch.channels_last)
     for _ in range(5):

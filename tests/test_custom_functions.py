@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference import per_sample_gradients
+from reference import norms_of_all, per_sample_gradients
 from torch import nn
 
 import unsum
@@ -237,7 +237,7 @@ def test_a_function_that_overwrites_what_it_has_saved(how):
             torch.testing.assert_close(parameter.grad, grad)
         if not refused:
             each = per_sample_gradients(model, lambda m, x: m(x).square().sum(), x)
-            wanted = torch.stack([value.flatten(1).square().sum(1) for value in each.values()]).sum(0).sqrt()
+            wanted = norms_of_all(each)
             torch.testing.assert_close(norms.norms(), wanted)
         model.zero_grad()
 
@@ -295,5 +295,5 @@ def test_a_function_whose_backward_leaves_what_it_saved_alone(function, overwrit
         with unsum.gradients(model, norms):
             model(x).square().sum().backward()
         each = per_sample_gradients(model, lambda m, x: m(x).square().sum(), x)
-        wanted = torch.stack([value.flatten(1).square().sum(1) for value in each.values()]).sum(0).sqrt()
+        wanted = norms_of_all(each)
         torch.testing.assert_close(norms.norms(), wanted)

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from reference import per_sample_gradients
+from reference import norms_of_all, per_sample_gradients
 from torch import nn
 
 import unsum
@@ -198,7 +198,7 @@ def test_an_activation_that_is_changed_while_its_layer_waits_is_refused(reducer,
         with refused, unsum.gradients(model, own, grad=False):
             model(x).square().sum().backward()
         if not is_held:
-            wanted = torch.stack([each.flatten(1).square().sum(1) for each in truth.values()]).sum(0).sqrt()
+            wanted = norms_of_all(truth)
             torch.testing.assert_close(own.norms(), wanted)
 
 
@@ -245,7 +245,7 @@ def test_clipping_of_layers_together_is_written_down(kind, held, grad, lane, mon
         x = batch(kind)[: 2 if k == 5 else 3]
         x = x.double() if x.is_floating_point() else x
         each = per_sample_gradients(model, lambda m, x: loss(m, x).sum(), x)
-        norms = torch.stack([value.flatten(1).square().sum(1) for value in each.values()]).sum(0).sqrt()
+        norms = norms_of_all(each)
         reducer = unsum.WeightedSum(clip)
         model.zero_grad()
         stages.clear()

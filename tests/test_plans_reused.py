@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from reference import per_sample_gradients
+from reference import norms_of_all, per_sample_gradients
 from torch import nn
 from torch.nn import functional as F
 
@@ -215,7 +215,7 @@ def test_what_was_kept_for_rows_in_one_order_does_not_serve_another(clips):
         x = torch.randn(2, 3, 4, dtype=torch.float64)
         order = (places, in_turn, torch.randperm(6))[step // 6].view(2, 3)
         truth = per_sample_gradients(model, lambda m, x: m(x, places[:3]).pow(3).sum(), x)
-        norms = torch.stack([each.flatten(1).square().sum(1) for each in truth.values()]).sum(0).sqrt()
+        norms = norms_of_all(truth)
         clip = unsum.WeightedSum(lambda norms: 1 / norms)
         with unsum.gradients(model, clip if clips else unsum.Norms()) as g:
             model(x, order).pow(3).sum().backward()

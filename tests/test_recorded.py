@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 import torch
-from reference import per_sample_gradients
+from reference import norms_of_all, per_sample_gradients
 from torch.nn import functional as F
 
 import unsum
@@ -161,7 +161,7 @@ def test_clipping_by_recordings(kind, held, grad, monkeypatch):
         x = batch(kind)
         x = x.double() if x.is_floating_point() else x
         each = per_sample_gradients(model, lambda m, x: loss(m, x).sum(), x)
-        norms = torch.stack([value.flatten(1).square().sum(1) for value in each.values()]).sum(0).sqrt()
+        norms = norms_of_all(each)
         reducer = unsum.WeightedSum(clip)
         model.zero_grad()
         with unsum.gradients(model, reducer, grad=grad, scaler=8.0 if k > 3 else None):
@@ -253,7 +253,7 @@ def test_what_autocast_wrote_down_is_not_used_without_it(small, reducer, monkeyp
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=k < 5):
                 total.backward()
     each = per_sample_gradients(model, lambda m, x: loss(m, x).sum(), x)
-    wanted = torch.stack([value.flatten(1).square().sum(1) for value in each.values()]).sum(0).sqrt()
+    wanted = norms_of_all(each)
     torch.testing.assert_close(own.norms().double(), wanted, rtol=1e-5, atol=0)
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from reference import per_sample_gradients
+from reference import norms_of_all, per_sample_gradients
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -119,7 +119,7 @@ def test_every_reducer():
     torch.manual_seed(0)
     model, x = Reader("all of it", bidirectional=True), some(N, T)
     wanted = per_sample_gradients(model, loss, x)
-    norms = torch.stack([value.flatten(1).square().sum(1) for value in wanted.values()]).sum(0).sqrt()
+    norms = norms_of_all(wanted)
     clip = lambda norms: (0.5 * norms.mean() / norms).clamp(max=1)
     for _ in range(3):
         with unsum.gradients(model, unsum.Norms(), unsum.WeightedSum(clip), unsum.SecondMoment()) as g:
@@ -137,7 +137,7 @@ def test_clipping_goes_on_with_other_sizes():
     for n, t in ((N, T), (N - 1, T + 1), (N, 1), (1, T)):
         x = some(n, t)
         wanted = per_sample_gradients(model, loss, x)
-        norms = torch.stack([value.flatten(1).square().sum(1) for value in wanted.values()]).sum(0).sqrt()
+        norms = norms_of_all(wanted)
         with unsum.gradients(model, unsum.WeightedSum(clip)) as g:
             loss(model, x).backward()
         weighted = {k: torch.einsum("n,n...->...", clip(norms), v) for k, v in wanted.items()}

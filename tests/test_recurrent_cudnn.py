@@ -3,7 +3,7 @@ what torch computes on the CPU; `test_cuda.py` runs the real one where there is 
 
 import pytest
 import torch
-from reference import per_sample_gradients
+from reference import norms_of_all, per_sample_gradients
 from torch import Tensor, nn
 
 import unsum
@@ -123,7 +123,7 @@ def test_norms_and_clipped_sums(stand_in):
     model = Reader("gru", "all", num_layers=2, bidirectional=True, batch_first=True).double()
     x = torch.randn(N, T, D, dtype=torch.float64)
     wanted = per_sample_gradients(model, loss, x)
-    norms = torch.stack([value.flatten(1).square().sum(1) for value in wanted.values()]).sum(0).sqrt()
+    norms = norms_of_all(wanted)
     clip = lambda norms: (0.5 * norms.mean() / norms).clamp(max=1)
     for _ in range(3):
         with unsum.gradients(model, unsum.Norms(), unsum.WeightedSum(clip)) as g:

@@ -65,7 +65,7 @@ class RawTensors:
         self._from.setdefault(id(tensor), where)
 
     def add(self, part: int, outputs: Sequence[Any]) -> None:
-        """What a part has returned."""
+        """Take note of what a part has returned."""
         for k, each in enumerate(outputs):
             if isinstance(each, Tensor) and each.grad_fn is None:
                 self._add(each, ("part", part, k))

@@ -144,6 +144,6 @@ def memory_of(model: nn.Module) -> Memory:
 
 
 def refuse(model: nn.Module, key: Hashable, why: str) -> None:
-    """From now on such calls run eagerly."""
+    """Let calls like this one run eagerly from now on, and say why."""
     memory_of(model).refused[key] = why
     watch_again(model)

@@ -41,7 +41,7 @@ class TappedBackwards:
 
     @property
     def keys(self) -> tuple[Hashable, ...]:
-        """What is asked for."""
+        """What the reducers ask for: their taps' keys."""
         return tuple(form.key for form in self.forms)
 
     @property
@@ -52,11 +52,11 @@ class TappedBackwards:
         return frozenset() if self._grad or with_norms else self._own
 
     def guard(self) -> Guard | None:
-        """What is to be put on the graphs of a call; None if they compute all gradients."""
+        """The hook that is to be put on the graphs of a call; None if they compute all gradients."""
         return Guard(self.frozen) if self.frozen else None
 
     def expect(self, tapped: Tapped) -> None:
-        """A call has run compiled."""
+        """Remember a call that has run compiled, and whose backward may come."""
         self._calls.update((id(outlet.tap()), (tapped, outlet)) for outlet in tapped.outlets)
 
     def samples(self) -> int:

@@ -328,7 +328,8 @@ class Factors:
         return any(each.untyped_storage().data_ptr() == memory for each in held)
 
     def _readers(self, held: Tensor) -> Tensor:
-        """What is held, for whoever reads it: he may change it in place. While the backward runs, only unsum reads."""
+        """A copy of a tensor that is held, which the reader may change in place. While the backward runs, only unsum
+        reads, and gets the tensor itself."""
         return held.clone() if self._is_over else held
 
     def _zeros(self, *shape: int) -> Tensor:

@@ -116,8 +116,9 @@ _tried: weakref.WeakSet[Any] = weakref.WeakSet()  # nodes that were seen to leav
 
 @contextlib.contextmanager
 def _unwritten(node: Node) -> Iterator[None]:
-    """Raise where a custom Function writes to the tensors that it has saved, by ways that torch does not see perhaps,
-    and put them back: called once, nobody would notice. Looked at in a node's first call, outside the backward."""
+    """A context for a call of a custom Function's backward: raises if it writes to the tensors that the Function has
+    saved (through `.data`, torch does not notice), and puts them back. Only a node's first call by hand is looked at,
+    outside the user's backward."""
     held = [] if current_backward() != -1 or node in _tried else _saved_by(node)
     before = [(tensor, version_of(tensor), tensor.clone()) for tensor in held]
     changed = []
@@ -153,6 +154,7 @@ def _saved_by(node: Node) -> list[Tensor]:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape have the same numbers; NaN counts as the same."""
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 

@@ -1,4 +1,4 @@
-"""`.grad`, out of the way while a backward runs that is not to change it."""
+"""`GradAside`: every `.grad` of a model, out of the way of a backward that is not to change it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ class GradAside:
                 parameter.grad = None
 
     def put_back(self) -> None:
-        """As it was before."""
+        """Give every parameter its `.grad` back."""
         for parameter, stored in self._stored:
             parameter.grad = stored
