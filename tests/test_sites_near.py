@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -108,6 +108,7 @@ def opened(block):
 
 @settings(max_examples=500, deadline=None)
 @given(misspelt())
+@example(("scripted", "*"))
 def test_every_site_that_is_proposed_exists(case):
     which, asked = case
     model = MODELS[which]

@@ -262,7 +262,7 @@ class Names:
 
     def corrected(self, where: str, kind: Kind) -> list[str]:
         """The site of this name, or pattern, and kind if there is one; else those that are near."""
-        there = where in self._table(kind) or any(self._matches(where, kind))
+        there = where in self._table(kind) or (any(self._matches(where, kind)) and not self._names_jit(where, kind))
         return [site_name(where, kind)] if there else self.near(where, kind)
 
     def near(self, where: str, kind: Kind) -> list[str]:
@@ -280,6 +280,11 @@ class Names:
         names = difflib.get_close_matches(where, table, 4, 0.5) or difflib.get_close_matches(where, table, 2, 0.2)
         names += [n for n in table if n.endswith(f".{where}") and n not in names][:2]
         return [site_name(name, kind) for name in names]
+
+    def _names_jit(self, pattern: str, kind: Kind) -> bool:
+        """Whether a pattern also names torch.jit modules, which are refused."""
+        jit = (name for name, module in self.modules.items() if isinstance(module, torch.jit.ScriptModule))
+        return kind != "grad" and any(fnmatch.fnmatchcase(name, pattern) for name in jit)
 
     def _table(self, kind: Kind) -> Mapping[str, Any]:
         """The things that have a site of this kind, by name."""
